@@ -1,0 +1,229 @@
+"""What goes in and out of workflows and activities: ids and verdicts, never tokens.
+
+Invariant: every message is one frozen dataclass of JSON values; whatever is large is named by key
+and digest. Workflow ids and task queues are made here and nowhere else.
+"""
+
+from dataclasses import dataclass, field
+
+ATTR_TENANT, ATTR_POLICY, ATTR_STATUS = "TenantId", "PolicyId", "ArchonStatus"
+ATTR_SESSION, ATTR_VERSION, ATTR_ATTENTION = "SessionId", "PolicyVersion", "Attention"
+
+
+def session_workflow_id(session_id: str) -> str:
+    return f"session-{session_id}"
+
+
+def policy_workflow_id(tenant_id: str, policy_id: str) -> str:
+    return f"policy-{tenant_id}-{policy_id}"
+
+
+def step_workflow_id(manifest_id: str) -> str:
+    return f"step-{manifest_id}"
+
+
+def rollout_workflow_id(tenant_id: str, policy_id: str, version: int) -> str:
+    return f"rollout-{tenant_id}-{policy_id}-v{version}"
+
+
+def episode_workflow_id(run_id: str, index: int) -> str:
+    return f"episode-{run_id}-{index}"
+
+
+def main_queue(prefix: str) -> str:
+    """Workflows and the activities that wait for input and output."""
+    return f"{prefix}-main"
+
+
+def trainer_queue(prefix: str) -> str:
+    """Training steps: one at a time per worker."""
+    return f"{prefix}-trainer"
+
+
+def agents_queue(prefix: str, run_id: str) -> str:
+    """The machine on which the agents of one rollout run."""
+    return f"{prefix}-agents-{run_id}"
+
+
+@dataclass(frozen=True)
+class PolicyKey:
+    tenant_id: str
+    policy_id: str
+
+
+@dataclass(frozen=True)
+class SessionTimes:
+    """The part of a policy's settings that a session's workflow obeys, in seconds."""
+
+    close_on: str
+    close_grace: float
+    idle_timeout: float
+    reward_timeout: float
+    late_window: float
+
+
+@dataclass(frozen=True)
+class SessionInput:
+    session_id: str
+    tenant_id: str
+    policy_id: str
+    times: SessionTimes
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class Wake:
+    """The relay's signal: something about the session changed in Postgres; ``what`` is a hint."""
+
+    what: str
+    ref: str = ""
+
+
+@dataclass(frozen=True)
+class SessionStatus:
+    """The answer to the query ``status`` of a session's workflow."""
+
+    session_id: str
+    state: str
+    rewards: int
+    rejected: int
+    seals: int
+
+
+@dataclass(frozen=True)
+class SealResult:
+    """``state`` is the session's state after; ``reward_seq`` the newest reward that was seen."""
+
+    state: str
+    reward_seq: int
+    samples: int
+    revision: int
+
+
+@dataclass(frozen=True)
+class PolicyInput:
+    """Carried through continue-as-new. ``max_steps`` = 0 trains without end."""
+
+    tenant_id: str
+    policy_id: str
+    queue_prefix: str
+    paused: bool = False
+    max_steps: int = 0
+    steps: int = 0
+    waiting_manifest: str = ""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """What ``await_batch`` came back with: a manifest, or why there is none."""
+
+    manifest_id: str = ""
+    base_version: int = -1
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    tenant_id: str
+    policy_id: str
+    manifest_id: str
+    queue_prefix: str
+    step_timeout: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """``outcome`` is committed, empty_signal, dropped or failed."""
+
+    manifest_id: str
+    outcome: str
+    version: int = -1
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the trainer's activity hands to the commit."""
+
+    manifest_id: str
+    outcome: str
+    checkpoint: str = ""
+    model_sha256: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    spans: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RolloutInput:
+    tenant_id: str
+    policy_id: str
+    version: int
+    queue_prefix: str
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """``decision`` is promoted, rejected or superseded."""
+
+    version: int
+    decision: str
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ReplicaUpdate:
+    tenant_id: str
+    policy_id: str
+    replica_id: str
+    version: int
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """``max_difference`` of log-probs between the replica and the trainer on fixed prompts."""
+
+    replica_id: str
+    ok: bool
+    max_difference: float
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class EpisodeInput:
+    """One group of one rollout run: one task, ``size`` agents."""
+
+    run_id: str
+    index: int
+    tenant_id: str
+    policy_id: str
+    task_id: str
+    task: dict[str, object]
+    size: int
+    queue_prefix: str
+    gateway: str
+    episode_timeout: float = 600.0
+    max_replacements: int = 2
+
+
+@dataclass(frozen=True)
+class EpisodeMember:
+    """One agent run of a group: the key it plays under is passed by reference, never in a history."""
+
+    run_id: str
+    index: int
+    member: int
+    attempt: int
+    group_id: str
+    task_id: str
+    task: dict[str, object]
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    group_id: str
+    finished: int
+    failed: int
+    rewards: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
