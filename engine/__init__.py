@@ -1,0 +1,1 @@
+"""The Archon training engine: the only room with torch."""
