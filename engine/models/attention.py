@@ -9,6 +9,8 @@ H head dim.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +25,7 @@ class PackedCausal:
     def __init__(self, offsets: Tensor | list[int]) -> None:
         """`offsets` has S+1 entries: sequence s is tokens offsets[s]:offsets[s+1]."""
         bounds = [int(offset) for offset in offsets]
-        lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        lengths = [end - start for start, end in pairwise(bounds)]
         if bounds[:1] != [0] or any(length < 1 for length in lengths):
             raise ValueError(f"offsets must start at 0 and grow, not {bounds[:8]}")
         self.bounds = bounds
@@ -46,14 +48,12 @@ class PackedCausal:
 
     def positions(self) -> Tensor:
         """Positions of the packed tokens in their own sequences."""
-        pairs = zip(self.bounds, self.bounds[1:], strict=False)
-        parts = [torch.arange(end - start) for start, end in pairs]
+        parts = [torch.arange(end - start) for start, end in pairwise(self.bounds)]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         if self.padded:
             return self._in_one_call(q_TNH, k_TKH, v_TKH)
-        pairs = zip(self.bounds, self.bounds[1:], strict=False)
         parts = [_causal(q_TNH[None, a:b], k_TKH[None, a:b], v_TKH[None, a:b])[0] for a, b in pairs]
         return torch.cat(parts)
 
