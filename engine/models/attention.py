@@ -54,7 +54,10 @@ class PackedCausal:
     def __call__(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         if self.padded:
             return self._in_one_call(q_TNH, k_TKH, v_TKH)
-        parts = [_causal(q_TNH[None, a:b], k_TKH[None, a:b], v_TKH[None, a:b])[0] for a, b in pairs]
+        parts = [
+            _causal(q_TNH[None, a:b], k_TKH[None, a:b], v_TKH[None, a:b])[0]
+            for a, b in pairwise(self.bounds)
+        ]
         return torch.cat(parts)
 
     def _in_one_call(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:

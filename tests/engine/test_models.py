@@ -49,9 +49,9 @@ def oracle(family: str, folder: Path) -> Any:
     config = getattr(transformers, f"{name}Config")(**(SMALL | changes))
     torch.manual_seed(11)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
+    for key, parameter in model.named_parameters():
         # Norm weights of one and biases of zero would hide a mistake in how they are used.
-        torch.nn.init.normal_(parameter, mean=0.1 * (parameter.dim() == 1), std=0.2)
+        torch.nn.init.normal_(parameter, mean=float("norm" in key), std=0.2)
     model.save_pretrained(folder)
     return model
 
@@ -65,7 +65,9 @@ def test_logits_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> 
     attention = PackedCausal(torch.tensor([0, *lengths]).cumsum(0))
     with torch.no_grad():
         logits_TV = model.logits(model(tokens_T, attention.positions(), attention))
-        expected_TV = torch.cat([reference(part[None]).logits[0] for part in tokens_T.split(lengths)])
+        expected_TV = torch.cat(
+            [reference(part[None]).logits[0] for part in tokens_T.split(lengths)]
+        )
     assert logits_TV.dtype == torch.float32
     assert expected_TV.std() > 0.5
     assert (logits_TV - expected_TV).abs().max() <= 2e-5
