@@ -44,6 +44,7 @@ def save(model: Decoder, folder: str | Path) -> None:
     config = dataclasses.replace(model.config, torch_dtype=dtype)
     (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)  # the library makes it 0600, and others must read it
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:

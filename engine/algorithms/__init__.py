@@ -1,0 +1,1 @@
+"""Losses and advantages as pure functions; each has a float64 reference in its tests."""
