@@ -63,12 +63,30 @@ class SessionTimes:
 
 
 @dataclass(frozen=True)
+class SessionCounts:
+    """What a session's workflow carries through continue-as-new beside its input."""
+
+    state: str = "open"
+    rewards: int = 0
+    rejected: int = 0
+    seals: int = 0
+    raw_rewards: int = 0
+
+
+@dataclass(frozen=True)
 class SessionInput:
+    """``closed``: the session takes no calls any more, so it is settled at once.
+
+    ``max_history`` continues as new at so many events; 0 leaves it to the server's suggestion.
+    """
+
     session_id: str
     tenant_id: str
     policy_id: str
     times: SessionTimes
     closed: bool = False
+    counts: "SessionCounts | None" = None
+    max_history: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,18 +109,56 @@ class SessionStatus:
 
 
 @dataclass(frozen=True)
-class SealResult:
-    """``state`` is the session's state after; ``reward_seq`` the newest reward that was seen."""
+class SettleInput:
+    """Do what is due for a session; ``close``: somebody asked for its end."""
+
+    session_id: str
+    close: bool = False
+
+
+@dataclass(frozen=True)
+class Settled:
+    """``state`` is the session's state after; ``reward_seq`` the newest reward that was seen.
+
+    ``wait``: seconds until there may be something to do again, while it is open or unscored.
+    ``revision``: of the returns that this call wrote, 0 where it wrote none; ``late`` says that
+    they came after the samples were bound to a step.
+    """
 
     state: str
-    reward_seq: int
-    samples: int
-    revision: int
+    wait: float = 0.0
+    reward_seq: int = 0
+    rewards: int = 0
+    rejected: int = 0
+    samples: int = 0
+    revision: int = 0
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class RawReward:
+    """A reward as it came from Temporal's own clients, as JSON text; ``key`` makes it once."""
+
+    session_id: str
+    raw: str
+    key: str
+
+
+@dataclass(frozen=True)
+class RewardReceipt:
+    """``rejected`` says why the value was kept but is not counted."""
+
+    reward_id: str
+    value: float | None
+    rejected: str = ""
 
 
 @dataclass(frozen=True)
 class PolicyInput:
-    """Carried through continue-as-new. ``max_steps`` = 0 trains without end."""
+    """Carried through continue-as-new. ``max_steps`` = 0 trains without end.
+
+    ``to_roll`` is the newest version that wants to be rolled out, ``rolled`` the newest that was.
+    """
 
     tenant_id: str
     policy_id: str
@@ -111,6 +167,38 @@ class PolicyInput:
     max_steps: int = 0
     steps: int = 0
     waiting_manifest: str = ""
+    to_roll: int = 0
+    rolled: int = 0
+    step_timeout: float = 3600.0
+    last_rewards: tuple[float, ...] = ()
+    max_history: int = 0
+
+
+@dataclass(frozen=True)
+class PolicyStatus:
+    """The answer to the query ``status`` of a policy's workflow.
+
+    ``phase`` is starting, waiting, training, paused or finished; ``reason`` says why it waits.
+    """
+
+    phase: str
+    reason: str
+    head: int
+    live: int
+    steps: int
+    manifest: str
+    last_rewards: tuple[float, ...]
+    rollout: str
+
+
+@dataclass(frozen=True)
+class AwaitInput:
+    """``groups`` = 0 asks for the policy's whole batch; ``patience``: seconds until it says why not."""
+
+    tenant_id: str
+    policy_id: str
+    groups: int = 0
+    patience: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -120,6 +208,9 @@ class Claimed:
     manifest_id: str = ""
     base_version: int = -1
     reason: str = ""
+    head: int = -1
+    live: int = -1
+    step_timeout: float = 3600.0
 
 
 @dataclass(frozen=True)
@@ -133,21 +224,34 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepResult:
-    """``outcome`` is committed, empty_signal, dropped or failed."""
+    """``outcome`` is committed, empty_signal, dropped or failed; running while it is none of them."""
 
     manifest_id: str
     outcome: str
     version: int = -1
     reason: str = ""
+    reward_mean: float | None = None
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """Names a step and says why something happens to it."""
+
+    manifest_id: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What the trainer's activity hands to the commit."""
+    """What the trainer's activity hands to the commit: ``outcome`` is trained or empty_signal.
+
+    ``weights`` is the folder, below ``checkpoint``, that an engine loads.
+    """
 
     manifest_id: str
     outcome: str
     checkpoint: str = ""
+    weights: str = "weights"
     model_sha256: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     spans: dict[str, float] = field(default_factory=dict)
