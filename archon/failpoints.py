@@ -38,7 +38,7 @@ _PLAN = _plan()
 
 
 def failpoint(name: str) -> None:
-    """Act out what ``ARCHON_FAILPOINTS`` says for ``name``; return at once where it says nothing."""
+    """Act out what ``ARCHON_FAILPOINTS`` says for ``name``; return at once where it is silent."""
     if name not in _PLAN:
         return
     action, nth = _PLAN[name]

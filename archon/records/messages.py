@@ -193,7 +193,7 @@ class PolicyStatus:
 
 @dataclass(frozen=True)
 class AwaitInput:
-    """``groups`` = 0 asks for the policy's whole batch; ``patience``: seconds until it says why not."""
+    """``groups`` = 0: the policy's whole batch; ``patience``: seconds until it says why not."""
 
     tenant_id: str
     policy_id: str
@@ -224,7 +224,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepResult:
-    """``outcome`` is committed, empty_signal, dropped or failed; running while it is none of them."""
+    """``outcome``: committed, empty_signal, dropped, failed; running while none of them."""
 
     manifest_id: str
     outcome: str
@@ -313,7 +313,7 @@ class EpisodeInput:
 
 @dataclass(frozen=True)
 class EpisodeMember:
-    """One agent run of a group: the key it plays under is passed by reference, never in a history."""
+    """One agent run of a group; the key that it plays under never enters a history."""
 
     run_id: str
     index: int

@@ -23,7 +23,7 @@ class ParsedReward:
 
 
 def parse_reward(raw: object) -> ParsedReward:
-    """Accept ``1.0``, ``true``, ``"0.5"``, ``{"value": 1}``, ``{"reward": 1, "component": "c"}``."""
+    """Accept ``1.0``, ``true``, ``"0.5"``, ``{"value": 1}``, ``{"reward": 1, "source": "s"}``."""
     text = _as_text(raw)
     fields = raw if isinstance(raw, dict) else {"value": raw}
     number = fields.get("value", fields.get("reward"))

@@ -15,7 +15,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Policy:
-    """``settings`` is a :class:`PolicySettings` as JSON; ``baseline`` the running mean of returns."""
+    """``settings``: a :class:`PolicySettings` as JSON; ``baseline``: the running mean return."""
 
     tenant_id: str
     policy_id: str

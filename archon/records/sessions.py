@@ -1,4 +1,4 @@
-"""What an agent run is made of before anything is trained: keys, groups, sessions, interactions, rewards.
+"""What an agent run is made of: keys, groups, sessions, interactions, rewards.
 
 Invariant: these are values. A row is read into one, and a change is a new row or an UPDATE that
 names the state that it expects.
@@ -38,7 +38,7 @@ class CloseReason(StrEnum):
 
 
 class GroupState(StrEnum):
-    """``open`` waits for its members; ``ready`` may be claimed; ``claimed`` is bound; ``done`` is over."""
+    """``open`` waits for members; ``ready`` may be claimed; ``claimed``: bound; ``done``: over."""
 
     OPEN = "open"
     READY = "ready"

@@ -10,7 +10,6 @@ import types
 import typing
 from datetime import datetime
 from enum import Enum
-from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,27 +31,33 @@ def _plain(value: object) -> object:
 def loads(cls: type[T], data: str | dict[str, Any]) -> T:
     """Build ``cls`` from :func:`dumps`' text or its parsed form. An unknown field is refused."""
     fields: dict[str, Any] = json.loads(data) if isinstance(data, str) else data
-    hints = _hints(cls)
+    hints = hints_of(cls)
     if unknown := sorted(set(fields) - set(hints)):
         raise ValueError(f"{cls.__name__}: unknown field {', '.join(unknown)}")
-    return cls(**{name: _build(hints[name], value) for name, value in fields.items()})
+    return cls(**{name: build(hints[name], value) for name, value in fields.items()})
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_HINTS: dict[Any, dict[str, Any]] = {}
 
 
-def _build(hint: Any, value: Any) -> Any:
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Field name → annotation, resolved once per class."""
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
+
+
+def build(hint: Any, value: Any) -> Any:
+    """``value``, read from JSON, as the annotation ``hint`` wants it."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
-        return _build(next(a for a in args if a is not type(None)), value)
+        return build(next(a for a in args if a is not type(None)), value)
     if origin is tuple:
-        return tuple(_build(args[0], item) for item in value)
+        return tuple(build(args[0], item) for item in value)
     if origin is list:
-        return [_build(args[0], item) for item in value]
+        return [build(args[0], item) for item in value]
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return loads(hint, value)
     if isinstance(hint, type) and issubclass(hint, Enum):

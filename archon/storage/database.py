@@ -89,8 +89,7 @@ class Listener:
         """Payloads that arrived within ``timeout`` seconds; returns at the first, maybe with more."""
         assert self._connection is not None, "used outside of its async with"
         payloads = [
-            note.payload
-            async for note in self._connection.notifies(timeout=timeout, stop_after=1)
+            note.payload async for note in self._connection.notifies(timeout=timeout, stop_after=1)
         ]
         await asyncio.sleep(0)
         return payloads

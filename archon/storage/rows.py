@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from archon.records.wire import _build, _hints
+from archon.records.wire import build, hints_of
 from archon.storage.render import values
 
 T = TypeVar("T")
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 def as_record(cls: type[T], row: sa.Row[Any]) -> T:
     """The record of a row that has (at least) the record's columns."""
-    mapping, hints = row._mapping, _hints(cls)
+    mapping, hints = row._mapping, hints_of(cls)
     return cls(**{name: _convert(hints[name], mapping[name]) for name in hints})
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    return value if hint in _AS_IS or hasattr(value, "tzinfo") else _build(hint, value)
+    return value if hint in _AS_IS or hasattr(value, "tzinfo") else build(hint, value)
 
 
 _AS_IS = (str, int, float, bool, bytes)
