@@ -1,0 +1,88 @@
+"""The gateway's way to the database: bounded waiting, and one kind of error when it is away.
+
+Invariant: work that was begun is never cut off in its middle by a client that leaves; what could
+not be known to be committed is reported as 503 and acknowledged to nobody. Nothing is repeated
+that may have been committed, unless its caller says that repeating is harmless.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import sqlalchemy.exc as sx
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from archon.storage import Database
+from gateway.errors import ApiError, unavailable
+
+T = TypeVar("T")
+Work = Callable[[AsyncConnection], Awaitable[T]]
+
+log = logging.getLogger("archon.gateway")
+PAUSE = 0.1
+
+
+class Rows:
+    """Runs work on connections. ``patience`` bounds, in seconds, how long a caller waits."""
+
+    def __init__(self, database: Database, patience: float = 2.5) -> None:
+        self.database = database
+        self.patience = patience
+        self._autocommit = database.engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._running: set[asyncio.Task[object]] = set()
+
+    async def statement(self, work: Work[T]) -> T:
+        """Work whose every statement commits by itself and may harmlessly be repeated."""
+
+        async def attempt() -> T:
+            async with self._autocommit.connect() as c:
+                return await work(c)
+
+        return await self._bounded(attempt, lambda: False)
+
+    async def transaction(self, work: Work[T]) -> T:
+        """Work in one transaction; repeated only while COMMIT was not tried."""
+        committing = False
+
+        async def attempt() -> T:
+            nonlocal committing
+            async with self.database.engine.begin() as c:
+                result = await work(c)
+                committing = True
+            return result
+
+        return await self._bounded(attempt, lambda: committing)
+
+    async def _bounded(self, attempt: Callable[[], Awaitable[T]], final: Callable[[], bool]) -> T:
+        task = asyncio.ensure_future(self._insist(attempt, final))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        done, _ = await asyncio.wait({task}, timeout=self.patience + PAUSE)
+        if not done:
+            raise _away("it does not answer")
+        return task.result()
+
+    async def _insist(self, attempt: Callable[[], Awaitable[T]], final: Callable[[], bool]) -> T:
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                return await attempt()
+            except sx.TimeoutError as error:
+                raise _away("no connection was free") from error
+            except (sx.OperationalError, sx.InterfaceError, sx.InternalError) as error:
+                if final() or time.monotonic() + PAUSE > deadline:
+                    raise _away(str(error.orig).strip().split("\n")[0]) from error
+            except OSError as error:
+                raise _away(str(error)) from error
+            await asyncio.sleep(PAUSE)
+
+    def _ended(self, task: "asyncio.Task[object]") -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) and isinstance(error, ApiError):
+            log.warning("%s", error.message)
+
+
+def _away(reason: str) -> ApiError:
+    return unavailable(f"the database is away ({reason}): nothing was stored; try again shortly")
