@@ -7,11 +7,14 @@ cannot be honoured.
 set by the environment too: ``ARCHON_GATEWAY__PORT=8080``.
 """
 
+import dataclasses
+import difflib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -20,6 +23,8 @@ from pydantic_settings import (
 )
 
 from archon.records import PolicySettings, loads
+
+_ADMIN_KEY_LENGTH = 32
 
 
 class _Section(BaseModel):
@@ -33,6 +38,20 @@ class GatewaySettings(_Section):
     hold_seconds: float = Field(
         30.0, ge=0, le=600, description="How long a call waits for a replica before a 503."
     )
+    admin_key: SecretStr | None = Field(
+        None, description="sk-admin-… of your own; unset: one is made, in DATA_DIR/secrets."
+    )
+
+    @field_validator("admin_key")
+    @classmethod
+    def _strong(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            secret = value.get_secret_value()
+            if not secret.startswith("sk-admin-") or len(secret) < _ADMIN_KEY_LENGTH:
+                raise ValueError(
+                    f"must begin with sk-admin- and have {_ADMIN_KEY_LENGTH} characters or more"
+                )
+        return value
 
 
 class PostgresSettings(_Section):
@@ -61,6 +80,40 @@ class EngineSettings(_Section):
     threads: int = Field(1, ge=1, le=256, description="Compute threads of a replica.")
     trainer_threads: int = Field(1, ge=1, le=256, description="Compute threads of the trainer.")
     max_batch: int = Field(64, ge=1, le=4096, description="Requests decoded at once.")
+
+
+def config_file() -> Path:
+    """The settings file; one that was named must exist."""
+    named = os.environ.get("ARCHON_CONFIG")
+    if named and not Path(named).is_file():
+        raise ValueError(f"ARCHON_CONFIG = {named}: there is no such file")
+    return Path(named or "archon.toml")
+
+
+def refuse_stray_names(names: Iterable[str]) -> None:
+    """ValueError for an ``ARCHON_…`` name that was meant as a setting and is none.
+
+    Without this a single underscore (``ARCHON_GATEWAY_PORT``) would be ignored silently.
+    """
+    fields = list(Settings.model_fields)
+    for name in names:
+        if not name.upper().startswith("ARCHON_"):
+            continue
+        rest = name.lower().removeprefix("archon_")
+        head, nested, _ = rest.partition("__")
+        if head in fields:
+            continue
+        section = next((f for f in fields if head.startswith(f"{f}_")), None)
+        near = difflib.get_close_matches(head, fields, n=1, cutoff=0.8)
+        if section is not None:
+            hint = f"ARCHON_{section}__{rest.removeprefix(section).lstrip('_')}?".upper()
+        elif near:
+            hint = f"ARCHON_{near[0]}{rest.removeprefix(head)}?".upper()
+        elif nested:
+            hint = f"known after ARCHON_ are {', '.join(fields).upper()}"
+        else:
+            continue
+        raise ValueError(f"{name}: no such setting; {hint}")
 
 
 class Settings(BaseSettings):
@@ -92,6 +145,11 @@ class Settings(BaseSettings):
                 raise ValueError(f"[policies.{name}]: {error}") from error
         return value
 
+    @model_validator(mode="after")
+    def _no_stray_environment(self) -> "Settings":
+        refuse_stray_names(os.environ)
+        return self
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -101,12 +159,17 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        file = Path(os.environ.get("ARCHON_CONFIG", "archon.toml"))
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, file)
+        source = TomlConfigSettingsSource(settings_cls, config_file())
+        return init_settings, env_settings, source
 
     def policy(self, policy_id: str) -> PolicySettings:
-        """The settings of one policy; KeyError where there is none of that name."""
-        return loads(PolicySettings, self.policies[policy_id])
+        """The settings of one policy, its model's folder seen from where ``archon.toml`` is.
+
+        KeyError where there is none of that name.
+        """
+        policy = loads(PolicySettings, self.policies[policy_id])
+        model = (config_file().absolute().parent / Path(policy.model).expanduser()).resolve()
+        return dataclasses.replace(policy, model=str(model))
 
     @property
     def lake_url(self) -> str:
