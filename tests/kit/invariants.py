@@ -187,9 +187,13 @@ def _sampled_values(rows: _Rows, name: str, sample: Row) -> Iterator[Violation]:
         if chosen[:start].any() or chosen[start + length :].any():
             yield Violation(2, name, f"trains tokens that {interaction_id} did not sample")
         here = slice(start, start + length)
-        true_versions = np.concatenate(
-            [np.full(r["end"] - r["start"], r["version"]) for r in row["versions"]]
+        true_versions = np.repeat(
+            [r["version"] for r in row["versions"]],
+            [r["end"] - r["start"] for r in row["versions"]],
         )
+        if not length == len(true_versions) == len(row["logprobs"]) // 4:
+            yield Violation(2, name, f"the evidence of {interaction_id} differs in length")
+            continue
         keep = chosen[here]
         if not np.array_equal(logprobs[here][keep], _array(row["logprobs"], "<f4")[keep]):
             yield Violation(2, name, f"log-probs differ from those of {interaction_id}")
