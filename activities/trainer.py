@@ -13,8 +13,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import Worker
 
 from activities.batch_files import BadBatch, StaleBatch, batch_arrays, write_batch
+from activities.beats import heartbeats
 from activities.checkpoints import INITIAL, checkpoint_folder, read_checkpoint
 from activities.engine_group import EngineGroup, EngineLost, Event
 from archon.failpoints import failpoint
@@ -36,7 +37,6 @@ from archon.storage import steps as storage
 from archon.storage.policies import read_policy
 
 log = logging.getLogger(__name__)
-_BEAT_S = 1.0
 
 
 class TrainerActivities:
@@ -135,7 +135,7 @@ class TrainerActivities:
         progress: dict[str, Any] = {"attempt": operation["attempt"]}
         try:
             async with (
-                _heartbeats(progress),
+                heartbeats(progress),
                 aclosing(self._group.operate(operation)) as events,
             ):
                 async for event in events:
@@ -153,22 +153,6 @@ class TrainerActivities:
                 non_retryable=not outcome.get("retryable", True),
             )
         return outcome
-
-
-@asynccontextmanager
-async def _heartbeats(progress: dict[str, Any]) -> AsyncIterator[None]:
-    """Heartbeat every second with whatever ``progress`` holds then."""
-
-    async def beat() -> None:
-        while True:
-            activity.heartbeat(progress)
-            await asyncio.sleep(_BEAT_S)
-
-    task = asyncio.create_task(beat())
-    try:
-        yield
-    finally:
-        task.cancel()
 
 
 def _attempt() -> str:

@@ -285,13 +285,39 @@ class ReplicaUpdate:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """``max_difference`` of log-probs between the replica and the trainer on fixed prompts."""
+    """``max_difference`` of log-probs between the replica and the trainer on fixed prompts.
+
+    ``outcome`` is proven, mismatch (the version is at fault), unreachable (the replica is) or
+    superseded.
+    """
 
     replica_id: str
     ok: bool
     max_difference: float
     seconds: float
     reason: str = ""
+    outcome: str = "proven"
+
+
+@dataclass(frozen=True)
+class RolloutVerdict:
+    """What a rollout decided about a version, and on what evidence."""
+
+    tenant_id: str
+    policy_id: str
+    version: int
+    reasons: list[str] = field(default_factory=list)
+    probes: list[ProbeResult] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RolloutStatus:
+    """The answer to the query ``status`` of a rollout. ``phase``: canary, rest, waiting or decided."""
+
+    version: int
+    phase: str
+    probes: list[ProbeResult] = field(default_factory=list)
+    attempts: int = 0
 
 
 @dataclass(frozen=True)
