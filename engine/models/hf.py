@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,21 +30,27 @@ def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config)
     check_tensors(model, tensors, str(folder))
-    # `contiguous` and `clone` part us from the file's memory map, which may be unlinked later.
+    # `clone` parts us from the file's memory map, which `archon gc` may take away.
     owned = {name: tensor.to(dtype).clone() for name, tensor in tensors.items()}
     model.load_state_dict(owned, assign=True)
     model.requires_grad_(True)
     return model
 
 
-def save(model: Decoder, folder: str | Path) -> None:
-    """`config.json` and `model.safetensors`; the bytes depend on config and parameters only."""
+def save(model: Decoder, folder: str | Path, raw_config: Mapping[str, Any] | None = None) -> None:
+    """`config.json` and `model.safetensors`; the bytes depend on config and parameters only.
+
+    `raw_config` is the config that the model came with: its keys that mean nothing to us (token
+    ids, say) are kept.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    config = dataclasses.replace(model.config, torch_dtype=dtype)
-    (folder / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")
+    raw = dict(raw_config or model.config.to_hf()) | {"torch_dtype": dtype}
+    raw.pop("dtype", None)
+    assert ModelConfig.from_hf(raw) == dataclasses.replace(model.config, torch_dtype=dtype)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(0o644)  # the library makes it 0600, and others must read it
 
