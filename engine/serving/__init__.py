@@ -1,0 +1,1 @@
+"""The embedded inference engine: a process of its own, started by `python -m engine.serving`."""
