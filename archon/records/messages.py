@@ -312,7 +312,7 @@ class RolloutVerdict:
 
 @dataclass(frozen=True)
 class RolloutStatus:
-    """The answer to the query ``status`` of a rollout. ``phase``: canary, rest, waiting or decided."""
+    """A rollout's answer to the query ``status``; ``phase``: canary, rest, waiting, decided."""
 
     version: int
     phase: str
