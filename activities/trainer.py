@@ -74,8 +74,6 @@ class TrainerActivities:
             row = await storage.manifest_row(c, step.manifest_id)
             if row is None:
                 raise _final("BadManifest", f"there is no manifest {step.manifest_id}")
-            if row.state == ManifestState.DROPPED:
-                return Trained(step.manifest_id, "dropped", reason=row.reason)
             if row.state != ManifestState.CLAIMED:
                 raise _final(
                     "ManifestNotClaimed",
@@ -186,6 +184,7 @@ def _trained(
         manifest_id,
         "trained",
         checkpoint=str(folder),
+        weights=str(checkpoint["weights"]),
         model_sha256=str(checkpoint["model_sha256"]),
         metrics=_numbers(metrics or checkpoint.get("metrics") or {}),
         spans=_numbers(spans or checkpoint.get("spans") or {}),

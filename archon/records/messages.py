@@ -71,6 +71,9 @@ class SessionCounts:
     rejected: int = 0
     seals: int = 0
     raw_rewards: int = 0
+    wait: float = 0.0
+    woken: bool = False
+    close: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _REJECTED = (VersionState.REJECTED.value, VersionState.ROLLED_BACK.value)
 
 @dataclass(frozen=True)
 class Standing:
-    """A replica, whether what it was proven for is rejected by now, and its policy's live version."""
+    """A replica, whether what it was proven for is rejected, and its policy's live version."""
 
     replica: Replica
     rejected: bool

@@ -16,7 +16,6 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import (
-    GroupState,
     ManifestState,
     PolicyVersion,
     RolloutDecision,
@@ -27,6 +26,7 @@ from archon.records.messages import ProbeResult
 from archon.storage import tables as t
 from archon.storage.database import READY_CHANNEL, notify
 from archon.storage.rows import fetch_one, insert_record
+from archon.storage.versions import lock_policy, release
 
 REJECTED = (VersionState.REJECTED.value, VersionState.ROLLED_BACK.value)
 DROP_REASON = "rejected_version"
@@ -88,7 +88,7 @@ async def promote(
     now: datetime,
 ) -> str:
     """Make ``version`` live: ``promoted``; or say why not: ``superseded`` or ``rejected``."""
-    await _lock(c, tenant_id, policy_id)
+    await lock_policy(c, tenant_id, policy_id)
     states = await _states(c, tenant_id, policy_id)
     live = max((v for v, (_, s) in states.items() if s == VersionState.LIVE.value), default=None)
     state = states[version][1]
@@ -116,7 +116,7 @@ async def reject(
     now: datetime,
 ) -> Rejection:
     """Reject ``version`` and its descendants; a live one is rolled back to what was live before."""
-    await _lock(c, tenant_id, policy_id)
+    await lock_policy(c, tenant_id, policy_id)
     states = await _states(c, tenant_id, policy_id)
     fallen = _with_descendants(states, version)
     fresh = [v for v in fallen if states[v][1] not in REJECTED]
@@ -126,18 +126,12 @@ async def reject(
     await _set_state(c, tenant_id, policy_id, was_live, VersionState.ROLLED_BACK)
     restore = await _restored(c, tenant_id, policy_id, bool(was_live), now)
     dropped = await _drop_samples(c, tenant_id, policy_id, fallen)
-    manifests = await _drop_manifests(c, tenant_id, policy_id, fallen, now)
+    manifests = await _release_manifests(c, tenant_id, policy_id, fallen, now)
     if fresh:
         lost = f"{len(dropped)} samples with {sum(dropped.values())} tokens dropped"
         await _decide(c, tenant_id, policy_id, version, "rejected", [*reasons, lost], probes, now)
         await notify(c, READY_CHANNEL, f"{tenant_id}/{policy_id}")
     return Rejection(fallen, len(dropped), sum(dropped.values()), manifests, restore)
-
-
-async def _lock(c: AsyncConnection, tenant_id: str, policy_id: str) -> None:
-    """Commits, promotions and rejections of one policy come one after the other."""
-    query = sa.select(t.policy.c.policy_id).where(_of(t.policy, tenant_id, policy_id))
-    await c.execute(query.with_for_update())
 
 
 async def _states(
@@ -212,44 +206,23 @@ async def _drop_samples(
     return dropped
 
 
-async def _drop_manifests(
+async def _release_manifests(
     c: AsyncConnection, tenant_id: str, policy_id: str, fallen: list[int], now: datetime
 ) -> list[str]:
-    """End unfinished manifests that rest on a fallen version, and free what they had bound.
+    """Give up unfinished steps that rest on a fallen version or lost a sample to one.
 
-    One that lost only samples is ended as well: a manifest is never changed.
+    A manifest is never changed: what is left of it goes back to be claimed again.
     """
-    m, s, g = t.manifest.c, t.sample.c, t.group.c
+    m, s = t.manifest.c, t.sample.c
     lost = sa.select(s.manifest_id).where(s.drop_reason == DROP_REASON, s.manifest_id.is_not(None))
-    manifests = list(
-        (
-            await c.execute(
-                sa.update(t.manifest)
-                .where(
-                    _of(t.manifest, tenant_id, policy_id),
-                    m.state.in_([ManifestState.CLAIMED.value, ManifestState.FAILED.value]),
-                    m.base_version.in_(fallen) | m.manifest_id.in_(lost),
-                )
-                .values(
-                    state=ManifestState.DROPPED.value,
-                    reason=f"{DROP_REASON} {fallen[0]}",
-                    ended_at=now,
-                )
-                .returning(m.manifest_id)
-            )
-        ).scalars()
+    query = sa.select(m.manifest_id).where(
+        _of(t.manifest, tenant_id, policy_id),
+        m.state.in_([ManifestState.CLAIMED.value, ManifestState.FAILED.value]),
+        m.base_version.in_(fallen) | m.manifest_id.in_(lost),
     )
-    groups = sa.select(s.group_id).where(s.manifest_id.in_(manifests))
-    await c.execute(
-        sa.update(t.group)
-        .where(g.group_id.in_(groups), g.state == GroupState.CLAIMED.value)
-        .values(state=GroupState.READY.value)
-    )
-    await c.execute(
-        sa.update(t.sample)
-        .where(s.manifest_id.in_(manifests), s.state == SampleState.CLAIMED.value)
-        .values(state=SampleState.FREE.value, manifest_id=None)
-    )
+    manifests = list((await c.execute(query)).scalars())
+    for manifest_id in manifests:
+        await release(c, manifest_id, f"{DROP_REASON} {fallen[0]}", now)
     return manifests
 
 
