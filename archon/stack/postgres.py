@@ -75,9 +75,7 @@ class Postgres:
         return self.folder / "data"
 
     def url(self, database: str = "archon") -> str:
-        """``postgresql://…`` with the password in it: for our processes only."""
-        host = quote(str(self.socket), safe="/")
-        return f"postgresql://{USER}:{quote(self.password, safe='')}@/{database}?host={host}"
+        return _url(self.socket, self.password, database)
 
     def spec(self) -> Spec:
         """A parent that dies leaves a fast shutdown behind, not a torn one."""
@@ -94,6 +92,19 @@ class Postgres:
             death_signal=signal.SIGINT,
             stop_timeout=10.0,
         )
+
+
+def _url(socket: Path, password: str, database: str) -> str:
+    """``postgresql://…`` with the password in it: for our processes only."""
+    host = quote(str(socket), safe="/")
+    return f"postgresql://{USER}:{quote(password, safe='')}@/{database}?host={host}"
+
+
+def existing_url(folder: Path, password_file: Path, database: str = "archon") -> str | None:
+    """How to reach the cluster in ``folder``; None where there is none that we may ask."""
+    if not os.access(password_file, os.R_OK):
+        return None
+    return _url(_socket_path(folder, service_user()), password_file.read_text().strip(), database)
 
 
 def prepare(
@@ -147,12 +158,17 @@ def _refuse_unreachable(binaries: Path, folder: Path, user: ServiceUser) -> None
         )
 
 
-def _socket_folder(folder: Path, user: ServiceUser | None) -> Path:
+def _socket_path(folder: Path, user: ServiceUser | None) -> Path:
     socket = folder / "socket"
     if len(os.fsencode(socket / _SOCKET)) > SOCKET_PATH_LIMIT:
         owner = os.geteuid() if user is None else user.uid
         digest = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:12]
         socket = Path(tempfile.gettempdir()) / f"archon-{owner}-{digest}"
+    return socket
+
+
+def _socket_folder(folder: Path, user: ServiceUser | None) -> Path:
+    socket = _socket_path(folder, user)
     make_folder(socket, 0o700, user)
     info = socket.lstat()
     mine = info.st_uid == (os.geteuid() if user is None else user.uid)

@@ -118,3 +118,32 @@ async def register_search_attributes(
             search_attributes={name: kinds[SEARCH_ATTRIBUTES[name]] for name in names},
         )
     )
+
+
+async def start_policy_workflows(
+    client: "Client", tenant_id: str, policies: Iterable[str], prefix: str
+) -> None:
+    """One PolicyWorkflow per policy; one that runs already goes on."""
+    from temporalio.common import (
+        SearchAttributeKey,
+        SearchAttributePair,
+        TypedSearchAttributes,
+        WorkflowIDConflictPolicy,
+    )
+
+    for name in policies:
+        await client.start_workflow(
+            "PolicyWorkflow",
+            messages.PolicyInput(tenant_id, name, prefix),
+            id=messages.policy_workflow_id(tenant_id, name),
+            task_queue=messages.main_queue(prefix),
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            search_attributes=TypedSearchAttributes(
+                [
+                    SearchAttributePair(
+                        SearchAttributeKey.for_keyword(messages.ATTR_TENANT), tenant_id
+                    ),
+                    SearchAttributePair(SearchAttributeKey.for_keyword(messages.ATTR_POLICY), name),
+                ]
+            ),
+        )
