@@ -196,11 +196,11 @@ class PolicyStatus:
 
 @dataclass(frozen=True)
 class AwaitInput:
-    """``groups`` = 0: the policy's whole batch; ``patience``: seconds until it says why not."""
+    """``at_least`` groups make do, 0: a whole batch. ``patience``: seconds until it says why not."""
 
     tenant_id: str
     policy_id: str
-    groups: int = 0
+    at_least: int = 0
     patience: float = 60.0
 
 

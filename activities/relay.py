@@ -1,0 +1,155 @@
+"""The outbox relay: tells Temporal what the gateway acknowledged.
+
+Invariant: an entry is marked only after its signal was accepted, and a session's entries go out in
+order, because there is one relay at a time and it sends one signal per session and round. While
+Temporal or PostgreSQL is away it waits, and nothing is lost.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import psycopg
+from sqlalchemy.exc import SQLAlchemyError
+from temporalio.client import Client
+from temporalio.common import (
+    SearchAttributeKey,
+    SearchAttributePair,
+    TypedSearchAttributes,
+    WorkflowIDReusePolicy,
+)
+from temporalio.service import RPCError, RPCStatusCode
+
+from archon.failpoints import failpoint
+from archon.records import Clock, system_clock
+from archon.records.messages import (
+    ATTR_POLICY,
+    ATTR_SESSION,
+    ATTR_STATUS,
+    ATTR_TENANT,
+    SessionInput,
+    main_queue,
+    session_workflow_id,
+)
+from archon.storage import OUTBOX_CHANNEL, Database, Listener
+from archon.storage.outbox_relay import News, mark_sent, take_relay_lock, unsent
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+AT_ONCE = 16
+MAX_PAUSE_SECONDS = 5.0
+# What says nothing about the session: the next round tries again.
+_AWAY = (
+    RPCStatusCode.UNAVAILABLE,
+    RPCStatusCode.DEADLINE_EXCEEDED,
+    RPCStatusCode.CANCELLED,
+    RPCStatusCode.RESOURCE_EXHAUSTED,
+)
+
+
+class TemporalAway(Exception):
+    """Temporal does not take signals at present."""
+
+
+class Relay:
+    def __init__(
+        self, client: Client, db: Database, queue_prefix: str, clock: Clock = system_clock
+    ) -> None:
+        self._client, self._db, self._queue = client, db, main_queue(queue_prefix)
+        self._clock = clock
+        self._refused: dict[str, tuple[float, int]] = {}
+        self._slots = asyncio.Semaphore(AT_ONCE)
+
+    async def run(self) -> None:
+        """Relay until cancelled."""
+        failures = 0
+        while True:
+            try:
+                async with (
+                    self._db.connect() as lock,
+                    Listener(self._db.url, OUTBOX_CHANNEL) as listener,
+                ):
+                    while not await take_relay_lock(lock):
+                        await asyncio.sleep(POLL_SECONDS)
+                    while True:
+                        while await self.relay_once():
+                            failures = 0
+                        await listener.wait(POLL_SECONDS)
+            except (TemporalAway, SQLAlchemyError, psycopg.Error, OSError) as error:
+                failures += 1
+                pause = min(0.1 * 2.0 ** min(failures, 10), MAX_PAUSE_SECONDS)
+                log.warning("relay waits %.1f s: %s", pause, str(error).splitlines()[0])
+                await asyncio.sleep(pause)
+
+    async def relay_once(self) -> int:
+        """One round; returns how many sessions were told."""
+        now = time.monotonic()
+        skip = [name for name, (until, _) in self._refused.items() if until > now]
+        async with self._db.connect() as c:
+            news = await unsent(c, skip=skip)
+        if not news:
+            return 0
+        outcomes = await asyncio.gather(*(self._tell(item) for item in news))
+        told = [item for item, ok in zip(news, outcomes, strict=True) if ok]
+        failpoint("relay.after_signal")
+        if told:
+            async with self._db.begin() as c:
+                await mark_sent(c, [i for item in told for i in item.outbox_ids], self._clock())
+        if False in outcomes and len(told) + len(self._refused_of(news)) < len(news):
+            raise TemporalAway(f"{len(news) - len(told)} of {len(news)} signals were not taken")
+        return len(told)
+
+    def _refused_of(self, news: Sequence[News]) -> list[str]:
+        return [item.session_id for item in news if item.session_id in self._refused]
+
+    async def _tell(self, item: News) -> bool:
+        try:
+            async with self._slots:
+                await self._client.start_workflow(
+                    "SessionWorkflow",
+                    SessionInput(
+                        item.session_id, item.tenant_id, item.policy_id, item.times, item.closed
+                    ),
+                    id=session_workflow_id(item.session_id),
+                    task_queue=self._queue,
+                    id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+                    search_attributes=_attributes(item),
+                    start_signal="wake",
+                    start_signal_args=[item.wake],
+                )
+        except RPCError as error:
+            if error.status not in _AWAY:
+                self._refuse(item, error)
+            return False
+        self._refused.pop(item.session_id, None)
+        return True
+
+    def _refuse(self, item: News, error: RPCError) -> None:
+        """This session's signal is not wanted; it must not keep the others waiting."""
+        _, times = self._refused.get(item.session_id, (0.0, 0))
+        pause = min(2.0**times, 300.0)
+        self._refused[item.session_id] = (time.monotonic() + pause, times + 1)
+        log.error("session %s: signal refused, again in %.0f s: %s", item.session_id, pause, error)
+
+
+def _attributes(item: News) -> TypedSearchAttributes:
+    state = "closed" if item.closed else "open"
+    values = {
+        ATTR_TENANT: item.tenant_id,
+        ATTR_POLICY: item.policy_id,
+        ATTR_SESSION: item.session_id,
+        ATTR_STATUS: state,
+    }
+    return TypedSearchAttributes(
+        [
+            SearchAttributePair(SearchAttributeKey.for_keyword(name), value)
+            for name, value in values.items()
+        ]
+    )
+
+
+async def run_relay(client: Client, db: Database, queue_prefix: str) -> None:
+    """Relay until cancelled."""
+    await Relay(client, db, queue_prefix).run()

@@ -1,0 +1,64 @@
+"""How a worker process of ours is made, and how it ends.
+
+Invariant: a worker that was killed is noticed in seconds: by its heartbeats, which are sent at most
+half a second late, and by the sticky queue's short timeout.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import timedelta
+from typing import Any
+
+from temporalio.client import Client
+from temporalio.worker import Worker
+
+from archon.records.messages import main_queue
+
+log = logging.getLogger(__name__)
+
+
+def activity_methods(*owners: object) -> list[Callable[..., Any]]:
+    """The methods of the given objects that are activities."""
+    return [
+        method
+        for owner in owners
+        for name in dir(owner)
+        if hasattr(method := getattr(owner, name), "__temporal_activity_definition")
+    ]
+
+
+def make_worker(
+    client: Client,
+    queue_prefix: str,
+    workflows: Sequence[type],
+    activities: Sequence[Callable[..., Any]],
+) -> Worker:
+    """The worker of the main queue."""
+    return Worker(
+        client,
+        task_queue=main_queue(queue_prefix),
+        workflows=workflows,
+        activities=activities,
+        max_cached_workflows=1000,
+        max_concurrent_activities=100,
+        sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),
+        max_heartbeat_throttle_interval=timedelta(seconds=0.5),
+        default_heartbeat_throttle_interval=timedelta(seconds=0.5),
+    )
+
+
+def exit_now(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run and leave without the interpreter's teardown, in which the SDK's threads crash."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    code = 0
+    try:
+        asyncio.run(work())
+    except BaseException:  # noqa: BLE001  # the process ends here, whatever it was
+        log.exception("the process ends")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
