@@ -22,14 +22,24 @@ Work = Callable[[AsyncConnection], Awaitable[T]]
 
 log = logging.getLogger("archon.gateway")
 PAUSE = 0.1
+PATIENCE_WHEN_AWAY = 0.3
+
+
+def applied(work: Callable[..., Awaitable[T]], *arguments: object) -> Work[T]:
+    """Work that takes more than its connection, with what it takes."""
+    return lambda c: work(c, *arguments)
 
 
 class Rows:
-    """Runs work on connections. ``patience`` bounds, in seconds, how long a caller waits."""
+    """Runs work on connections. ``patience`` bounds, in seconds, how long a caller waits.
+
+    ``away``: the last work found no database; the next is told so sooner.
+    """
 
     def __init__(self, database: Database, patience: float = 2.5) -> None:
         self.database = database
         self.patience = patience
+        self.away = False
         self._autocommit = database.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._running: set[asyncio.Task[object]] = set()
 
@@ -61,21 +71,26 @@ class Rows:
         task.add_done_callback(self._ended)
         done, _ = await asyncio.wait({task}, timeout=self.patience + PAUSE)
         if not done:
+            self.away = True
             raise _away("it does not answer")
         return task.result()
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]], final: Callable[[], bool]) -> T:
-        deadline = time.monotonic() + self.patience
+        patience = PATIENCE_WHEN_AWAY if self.away else self.patience
+        deadline = time.monotonic() + patience
         while True:
             try:
-                return await attempt()
+                result = await attempt()
+                self.away = False
+                return result
+            except sx.DataError as error:
+                raise ApiError(422, f"the database cannot hold this: {error.orig}") from error
             except sx.TimeoutError as error:
                 raise _away("no connection was free") from error
             except (sx.OperationalError, sx.InterfaceError, sx.InternalError) as error:
                 if final() or time.monotonic() + PAUSE > deadline:
+                    self.away = True
                     raise _away(str(error.orig).strip().split("\n")[0]) from error
-            except OSError as error:
-                raise _away(str(error)) from error
             await asyncio.sleep(PAUSE)
 
     def _ended(self, task: "asyncio.Task[object]") -> None:

@@ -152,21 +152,20 @@ async def look(
     )
 
 
-async def whole_ids(c: AsyncConnection, interaction_id: str) -> bytes | None:
-    """Prompt and output ids of an interaction and all its prefix, as int32.
+async def whole_ids(c: AsyncConnection, interaction_id: str) -> tuple[bytes, bytes] | None:
+    """An interaction's whole prompt and its output, as int32.
 
     None where they are not all there or do not agree with the digest of the prompt.
     """
-    ids = b""
-    rows = list(await c.execute(_CHAIN, {"interaction_id": interaction_id}))
-    for row in rows:
-        ids += row.prompt_ids
-        if len(ids) != 4 * row.prompt_length:
+    prompt = output = b""
+    for row in await c.execute(_CHAIN, {"interaction_id": interaction_id}):
+        prompt += output + row.prompt_ids
+        output = row.output_ids
+        if len(prompt) != 4 * row.prompt_length:
             return None
-        if hashlib.sha256(ids).hexdigest() != row.prompt_sha256:
+        if hashlib.sha256(prompt).hexdigest() != row.prompt_sha256:
             return None
-        ids += row.output_ids
-    return ids or None
+    return (prompt, output) if prompt else None
 
 
 async def put_interaction(
@@ -178,7 +177,7 @@ async def put_interaction(
     were given to the same request: they are superseded. ``record.seq`` is chosen here.
     """
     values: dict[str, Any] = {name: getattr(record, name) for name in _COLUMNS}
-    values |= {name: orjson.dumps(values[name]).decode() for name in _JSON}
+    values |= {name: _jsonb(values[name]) for name in _JSON}
     values |= {"status": record.status.value, "sealed_before": SEALED_BEFORE}
     statement = _PUT
     if winner is not None:
@@ -195,3 +194,19 @@ async def put_interaction(
         f"session {record.session_id}: {_MAX_RACES} other calls took the number of "
         f"{record.interaction_id}"
     )
+
+
+def _jsonb(value: object) -> str:
+    """JSON text as Postgres takes it, which has no NUL: in what people read it becomes U+FFFD."""
+    text = orjson.dumps(value)
+    return orjson.dumps(_without_nul(value)).decode() if b"\\u0000" in text else text.decode()
+
+
+def _without_nul(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd")
+    if isinstance(value, list):
+        return [_without_nul(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_nul(key): _without_nul(item) for key, item in value.items()}
+    return value

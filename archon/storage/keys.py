@@ -6,6 +6,7 @@ making. A key that is revoked or past its time names nobody.
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -83,7 +84,7 @@ async def find_key(c: AsyncConnection, key_hash: str) -> Key | None:
 
 
 async def list_keys(
-    c: AsyncConnection, tenant_id: str, scopes: tuple[KeyScope, ...] = (KeyScope.TENANT,)
+    c: AsyncConnection, tenant_id: str, scopes: Sequence[KeyScope] = (KeyScope.TENANT,)
 ) -> list[Key]:
     """A tenant's keys, revoked ones too, oldest first."""
     names = [scope.value for scope in scopes]

@@ -10,12 +10,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.storage.database import OUTBOX_CHANNEL
 
-ENQUEUE_FROM = (
-    "INSERT INTO outbox (tenant_id, policy_id, session_id, kind, ref, created_at)"
-    " SELECT {tenant_id}, {policy_id}, {session_id}, {kind}, {ref}, {now}"
-)
-"""For statements that write a row and announce it in one round trip."""
-
 _ENQUEUE = sa.text(
     "WITH told AS (SELECT pg_notify(:channel, '')),"
     " entry AS (INSERT INTO outbox (tenant_id, policy_id, session_id, kind, ref, created_at)"

@@ -23,7 +23,7 @@ _INSERT = sa.text(
     f"WITH put AS (INSERT INTO reward ({_COLUMNS})"
     " VALUES (:reward_id, :session_id, :tenant_id, :policy_id, :component, :source, :created_at,"
     " :value, :interaction_id, :idempotency_key, :rejected, :raw)"
-    " ON CONFLICT (session_id, idempotency_key) WHERE idempotency_key IS NOT NULL DO NOTHING"
+    " ON CONFLICT DO NOTHING"
     " RETURNING seq, reward_id, session_id, tenant_id, policy_id, created_at),"
     " told AS (INSERT INTO outbox (tenant_id, policy_id, session_id, kind, ref, created_at)"
     " SELECT tenant_id, policy_id, session_id, 'reward', reward_id, created_at FROM put),"
@@ -32,9 +32,9 @@ _INSERT = sa.text(
     " AND CAST(:close_after AS timestamptz) IS NOT NULL)"
     " SELECT put.seq, pg_notify(:channel, '') FROM put"
 )
-_BY_KEY = sa.text(
-    f"SELECT {_COLUMNS}, seq FROM reward"
-    " WHERE session_id = :session_id AND idempotency_key = :idempotency_key"
+_THERE = sa.text(
+    f"SELECT {_COLUMNS}, seq FROM reward WHERE reward_id = :reward_id"
+    " OR session_id = :session_id AND idempotency_key = :idempotency_key"
 )
 _OF_SESSION = sa.text(
     f"SELECT {_COLUMNS}, seq FROM reward WHERE session_id = :session_id ORDER BY seq"
@@ -57,7 +57,7 @@ class RewardConflict(ValueError):
 async def put_reward(
     c: AsyncConnection, reward: Reward, close_after: datetime | None = None
 ) -> Delivered:
-    """Store a reward and tell of it, in one statement.
+    """Store a reward and tell of it, in one statement. The same record again changes nothing.
 
     ``close_after`` is given where the policy closes an episode by its reward: it is set on the
     session if that is open and has none yet.
@@ -67,14 +67,14 @@ async def put_reward(
     row = (await c.execute(_INSERT, values)).one_or_none()
     if row is not None:
         return Delivered(reward.reward_id, row.seq, duplicate=False)
-    key = {"session_id": reward.session_id, "idempotency_key": reward.idempotency_key}
-    old = _reward((await c.execute(_BY_KEY, key)).one())
+    key = {name: values[name] for name in ("reward_id", "session_id", "idempotency_key")}
+    old = _reward((await c.execute(_THERE, key)).one())
     if not _same(old, reward):
         raise RewardConflict(
             f"idempotency key {reward.idempotency_key!r} of session {reward.session_id} was used "
             f"for reward {old.reward_id} with value {old.value}: send another key"
         )
-    return Delivered(old.reward_id, old.seq, duplicate=True)
+    return Delivered(old.reward_id, old.seq, duplicate=old.reward_id != reward.reward_id)
 
 
 async def rewards_of(c: AsyncConnection, session_id: str) -> list[Reward]:

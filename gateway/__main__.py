@@ -1,0 +1,76 @@
+"""``python -m gateway``: the gateway process.
+
+Invariant: SIGTERM ends it within about three seconds, calls that are running as if their clients
+had left. A configuration that cannot be served safely ends it at once, with the reason.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+
+import uvicorn
+import uvloop
+from pydantic import ValidationError
+
+from archon.settings import Settings
+from gateway.app import create_app
+from gateway.service import build
+
+log = logging.getLogger("archon.gateway")
+GRACE = 2
+
+
+class _CutOnPurpose(logging.Filter):
+    """A stream that broke off is cut without its end; uvicorn takes that for a mistake."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "without completing response" not in record.getMessage()
+
+
+class Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers:
+            for bound in server.sockets:
+                host, port = bound.getsockname()[:2]
+                print(f"listening on http://{host}:{port}", flush=True)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("uvicorn.error").addFilter(_CutOnPurpose())
+    try:
+        settings = Settings()
+        service = build(settings)
+    except (ValidationError, ValueError) as error:
+        print(f"gateway: {error}", file=sys.stderr, flush=True)
+        return 2
+    config = uvicorn.Config(
+        create_app(service),
+        host=settings.gateway.host,
+        port=settings.gateway.port,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=GRACE,
+        server_header=False,
+        date_header=False,
+    )
+    server = Server(config)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(server.serve())
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

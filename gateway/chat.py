@@ -1,0 +1,346 @@
+"""``POST /chat/completions``: one call from its request to its row.
+
+Invariant: the row is committed before the event that ends the answer, any whole tool call and all
+after it go out. A call whose client left, or whose engine died, is stored as far as it came, and
+its stream never ends as if it were whole.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, MutableMapping
+from contextlib import aclosing
+from datetime import timedelta
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from archon.codec import CodecError, Delta, ParsedAnswer, prefix_digests
+from archon.failpoints import failpoint
+from archon.inference import (
+    EngineDied,
+    EngineRefused,
+    EngineUnavailable,
+    GenerateChunk,
+)
+from archon.records import INTERACTION, InteractionStatus
+from archon.storage.interactions import Standing, look, put_interaction
+from archon.storage.sessions import open_next
+from gateway import metrics
+from gateway.auth import Caller, unknown_key
+from gateway.catalog import Served
+from gateway.errors import ApiError, invalid, unavailable
+from gateway.exchange import Exchange
+from gateway.history import render
+from gateway.openai_chat import Chunks, completion, event
+from gateway.request import ChatRequest, read_chat
+from gateway.rows import applied
+from gateway.service import Service
+from gateway.slots import Target
+
+MAX_BODY = 64 << 20
+LARGE_BODY = 64 << 10
+JSON = b"application/json"
+SSE = b"text/event-stream; charset=utf-8"
+
+
+class ChatCompletions:
+    """The route, as an ASGI application."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic()
+        request = Request(scope, receive)
+        call = Call(self._service, send)
+        try:
+            with self._service.admit():
+                exchange = await prepare(self._service, request)
+                await _unless_gone(call.run(exchange), receive)
+        except ApiError as error:
+            call.outcome = str(error.status)
+            if not call.begun:
+                await error.response()(scope, receive, send)
+        except ClientDisconnect:
+            call.outcome = "gone"
+        finally:
+            metrics.CALLS.labels(call.policy, call.outcome).inc()
+            metrics.SECONDS.observe(time.monotonic() - started)
+
+
+async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run the call until it is over or its client has left."""
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    running, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not running.done():
+            running.cancel()
+        leaving.cancel()
+    try:
+        await running
+    except asyncio.CancelledError:
+        raise ClientDisconnect from None
+
+
+async def prepare(service: Service, request: Request) -> Exchange:
+    """Everything before the engine: who, where, what, and the prompt's ids."""
+    caller = await service.keyring.caller(request.headers)
+    body = await read_body(request)
+    chat = read_chat(body)
+    session = request.path_params.get("session")
+    target = await service.slots.target(caller, session, request.headers, chat.model)
+    served = await service.catalog.get(target.tenant_id, target.policy_id)
+    try:
+        digests = prefix_digests(chat.messages, chat.tools)
+        standing = await stand(service, caller, target, served, chat, digests)
+        assert standing.session_id is not None
+        kept = digests.index(standing.parent_digest) + 1 if standing.parent_digest else 0
+        parent = await service.history.parent_of(standing, served)
+        make = (chat, served, standing.parent_id, parent, kept)
+        if len(body) > LARGE_BODY:
+            prompt = await asyncio.to_thread(render, *make)
+        else:
+            prompt = render(*make)
+    except CodecError as error:
+        raise invalid(str(error), error.param) from error
+    contested = standing.contested and standing.parent_id is not None
+    return Exchange(
+        interaction_id=service.new_id(INTERACTION),
+        session_id=standing.session_id,
+        target=target,
+        served=served,
+        request=chat,
+        request_digest=digests[-1],
+        prompt=prompt,
+        previous=standing.previous,
+        winner=(standing.parent_id or "", standing.parent_request or "") if contested else None,
+        max_tokens=_room(served, chat, len(prompt.ids)),
+        started_at=service.clock(),
+    )
+
+
+async def read_body(request: Request) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY:
+            raise ApiError(413, f"the body has more than {MAX_BODY} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def stand(
+    service: Service,
+    caller: Caller,
+    target: Target,
+    served: Served,
+    chat: ChatRequest,
+    digests: list[str],
+) -> Standing:
+    """The slot's open session, opened here if need be, and what the request continues in it."""
+    ends = [
+        digest
+        for digest, message in zip(digests[:-1], chat.messages, strict=False)
+        if message.get("role") == "assistant"
+    ]
+    for _ in range(3):
+        now = service.clock()
+        where = (caller.key_hash, target.tenant_id, target.slot, ends[::-1], digests[-1], now)
+        standing = await service.rows.statement(applied(look, *where))
+        if not (standing.key_valid or caller.operator):
+            service.keyring.forget(caller.key_hash)
+            raise unknown_key()
+        due = standing.close_after is not None and standing.close_after <= now
+        if standing.session_id is not None and not due:
+            return standing
+        deadline = now + timedelta(seconds=served.settings.group_timeout)
+        slot = (target.tenant_id, target.policy_id, target.slot, now, deadline, service.new_id)
+        await service.rows.transaction(applied(open_next, *slot))
+    raise unavailable(f"the sessions of slot {target.slot[:12]} change too fast: try again")
+
+
+def _room(served: Served, chat: ChatRequest, prompt: int) -> int:
+    """How many tokens may be sampled; a 400 where there is no room for one."""
+    context = served.settings.max_model_len
+    if served.codec.max_len_hint is not None:
+        context = min(context, served.codec.max_len_hint)
+    if prompt >= context:
+        raise invalid(
+            f"This model's maximum context length is {context} tokens. However, your messages "
+            f"resulted in {prompt} tokens. Please reduce the length of the messages.",
+            "messages",
+            "context_length_exceeded",
+        )
+    wanted = served.settings.max_tokens
+    if chat.max_tokens is not None:
+        wanted = min(wanted, chat.max_tokens)
+    return min(wanted, context - prompt)
+
+
+class Call:
+    """An exchange on its way to the client. ``begun``: the status line is out."""
+
+    def __init__(self, service: Service, send: Send) -> None:
+        self._service = service
+        self._send = send
+        self.begun = False
+        self.policy = ""
+        self.outcome = "failed"
+
+    async def run(self, exchange: Exchange) -> None:
+        self.policy = exchange.target.policy_id
+        self._exchange = exchange
+        self._parser = exchange.served.codec.stream(exchange.request.tools)
+        self._chunks: Chunks | None = None
+        try:
+            reason, held = await self._generate()
+        except asyncio.CancelledError:
+            await self._keep(InteractionStatus.ABORTED, "abort")
+            raise
+        except EngineDied as error:
+            await self._fail(InteractionStatus.FAILED, f"the engine died: {error.message}")
+            return
+        if reason == "abort":
+            await self._fail(InteractionStatus.ABORTED, "the engine ended this answer early")
+            return
+        held += self._parser.finish(reason)
+        await self._commit(reason)
+        await self._finish(held)
+        self.outcome = "200"
+
+    async def _generate(self) -> tuple[str, list[Delta]]:
+        """The engine's finish reason, and the deltas that must wait for COMMIT."""
+        exchange, reason = self._exchange, ""
+        held: list[Delta] = []
+        async with aclosing(self._sampled()) as chunks:
+            async for chunk in chunks:
+                exchange.add(chunk)
+                deltas = self._parser.push(chunk.token_ids)
+                reason = chunk.finish_reason or reason
+                if not exchange.request.stream:
+                    continue
+                out = b""
+                for delta in deltas:
+                    if held or delta.tool_call is not None or chunk.finish_reason is not None:
+                        held.append(delta)
+                    else:
+                        out += self._stream().delta(delta)
+                await self._write(out)
+        return reason, held
+
+    async def _sampled(self) -> AsyncGenerator[GenerateChunk]:
+        """The chunks of the first replica that begins; another is tried until then."""
+        service, exchange = self._service, self._exchange
+        policy = (exchange.target.tenant_id, exchange.target.policy_id)
+        request = exchange.generate_request()
+        deadline = time.monotonic() + service.settings.gateway.hold_seconds
+        while True:
+            member = await service.pool.acquire(policy, exchange.session_id, deadline)
+            exchange.dispatched_to(member)
+            try:
+                async with aclosing(member.client.generate(request)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except EngineUnavailable as error:
+                service.pool.mark_dead(member, error.message)
+                if time.monotonic() > deadline:
+                    raise unavailable(error.message, error.retry_after) from error
+            except EngineRefused as error:
+                if error.code in (401, 403, 404):
+                    raise ApiError(500, f"replica {member.url}: {error.message}") from error
+                raise invalid(f"the engine refuses this request: {error.message}") from error
+            except EngineDied as error:
+                service.pool.mark_dead(member, error.message)
+                if exchange.output_ids or time.monotonic() > deadline:
+                    raise
+
+    async def _commit(self, reason: str) -> None:
+        exchange = self._exchange
+        failpoint("gateway.before_row")
+        await self._store(InteractionStatus.COMPLETE, reason, self._parser.answer)
+        failpoint("gateway.after_row")
+        self._service.history.remember(
+            exchange.interaction_id, exchange.prompt, exchange.output_bytes
+        )
+        metrics.TOKENS.labels(self.policy, "prompt").inc(len(exchange.prompt.ids))
+        metrics.TOKENS.labels(self.policy, "sampled").inc(len(exchange.output_ids))
+        if exchange.gaps:
+            metrics.GAPS.labels(self.policy).inc()
+
+    async def _store(self, status: InteractionStatus, reason: str, answer: ParsedAnswer) -> None:
+        started = time.monotonic()
+        row = self._exchange.row(status, reason, answer, self._service.clock())
+        winner = self._exchange.winner if status == InteractionStatus.COMPLETE else None
+        try:
+            await self._service.rows.statement(lambda c: put_interaction(c, row, winner))
+        except ApiError as error:
+            if not self.begun:
+                raise
+            self.outcome = str(error.status)
+            await self._break_off(error)
+            raise
+        metrics.COMMIT_SECONDS.observe(time.monotonic() - started)
+
+    async def _finish(self, held: list[Delta]) -> None:
+        exchange = self._exchange
+        if not exchange.request.stream:
+            body = completion(exchange, self._parser.answer)
+            await self._start(JSON, len(body))
+            await self._write(body, more=False)
+            return
+        stream = self._stream()
+        out = b"".join(stream.delta(delta) for delta in held)
+        await self._write(out + stream.last(self._parser.answer.finish_reason), more=False)
+
+    async def _keep(self, status: InteractionStatus, reason: str) -> None:
+        """Store what there is of a call that did not come to its end."""
+        self.outcome = status.value
+        self._parser.finish("abort")
+        await self._store(status, reason, self._parser.answer)
+
+    async def _fail(self, status: InteractionStatus, message: str) -> None:
+        error = unavailable(f"call {self._exchange.interaction_id}: {message}; send it again")
+        await self._keep(status, "abort")
+        if not self.begun:
+            raise error
+        await self._break_off(error)
+
+    async def _break_off(self, error: ApiError) -> None:
+        """The error event, and no proper end: the server cuts the connection after it."""
+        await self._write(event(error.body()))
+
+    def _stream(self) -> Chunks:
+        if self._chunks is None:
+            self._chunks = Chunks(self._exchange)
+            self._pending = self._chunks.first()
+        return self._chunks
+
+    async def _write(self, data: bytes, more: bool = True) -> None:
+        if self._chunks is not None and not self.begun:
+            await self._start(SSE)
+            data = self._pending + data
+        if data or not more:
+            body: MutableMapping[str, Any] = {"type": "http.response.body", "body": data}
+            await self._send({**body, "more_body": more})
+
+    async def _start(self, content_type: bytes, length: int | None = None) -> None:
+        self.begun = True
+        exchange = self._exchange
+        headers = [
+            (b"content-type", content_type),
+            (b"x-request-id", exchange.interaction_id.encode()),
+            (b"x-archon-session", exchange.session_id.encode()),
+        ]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        else:
+            headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
