@@ -97,7 +97,9 @@ class Body(nn.Module):
         embedding_VD = torch.empty(config.vocab_size, config.hidden_size)
         if not embedding_VD.is_meta:  # there `normal_` draws nothing, and imports sympy for 2 s
             nn.init.normal_(embedding_VD)
-        self.embed_tokens = nn.Embedding(*embedding_VD.shape, _weight=embedding_VD)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, _weight=embedding_VD
+        )
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

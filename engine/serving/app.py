@@ -111,7 +111,7 @@ class App:
         if runner.weights is None:
             raise Refusal(503, "no weights yet: this engine waits for its first update")
         vocab_size = runner.weights.decoder.config.vocab_size
-        request = wire.parse_generate(body, vocab_size, runner.cache.length)
+        request = wire.parse_generate(body, vocab_size, runner.weights.positions)
         mailbox = Mailbox()
         row = self.scheduler.submit(request, mailbox.put)
         watch = asyncio.ensure_future(receive())
@@ -177,7 +177,8 @@ class App:
             version,
             sha256,
             runner.dtype,
-            serving.decoder if serving else None,
+            runner.max_model_len,
+            serving.decoder.config if serving else None,
         )
         await self.scheduler.swap(loaded)
         return True
@@ -188,7 +189,7 @@ class App:
         if weights is not None:
             model = {
                 "architecture": weights.decoder.config.architecture,
-                "max_model_len": runner.cache.length,
+                "max_model_len": weights.positions,
                 "vocab_size": weights.decoder.config.vocab_size,
                 "dtype": str(runner.dtype).removeprefix("torch."),
             }

@@ -2,16 +2,18 @@
 
 A request lives in one slot. The memory of a slot is reserved at the start and touched only as far
 as it is used. Invariant: a slot holds keys and values of one set of weights; whoever swaps the
-weights starts every slot from nothing.
+weights starts every slot from nothing; and a row that overflowed leaves its slot cleared.
 
 Shapes: T tokens of a step, B decoding rows, C tokens of one span, S slots, L slot length,
 M longest decoding row, N query heads, K key-value heads, G query heads per key-value head (N/K),
 H head dim.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,12 +27,25 @@ class KVCache:
         self.groups = config.num_heads // config.num_kv_heads
         shape = (slots, length, config.num_kv_heads, config.head_dim)
         layers = range(config.num_layers)
-        self.k_SLKH = [torch.empty(shape, dtype=dtype) for _ in layers]
-        self.v_SLKH = [torch.empty(shape, dtype=dtype) for _ in layers]
+        self.k_SLKH = [_zeros(shape, dtype) for _ in layers]
+        self.v_SLKH = [_zeros(shape, dtype) for _ in layers]
 
     def copy(self, source: int, target: int, length: int) -> None:
         for x_SLKH in (*self.k_SLKH, *self.v_SLKH):
             x_SLKH[target, :length] = x_SLKH[source, :length]
+
+    def clear(self, slot: int) -> None:
+        for x_SLKH in (*self.k_SLKH, *self.v_SLKH):
+            x_SLKH[slot].zero_()
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are written: torch's own would touch every page.
+
+    Zeros, because a masked place still counts when it holds NaN.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

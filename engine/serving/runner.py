@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.serving.cache import KVCache, Span, StepAttention
-from engine.serving.rows import Rows
+from engine.serving.rows import Row, Rows
 from engine.serving.sampling import sample
 from engine.serving.weights import Weights
 
@@ -32,7 +32,7 @@ class Runner:
         self.max_batch = max_batch
         self.dtype = dtype
         self.weights: Weights | None = None
-        self._limit = max_model_len or DEFAULT_MODEL_LEN
+        self.max_model_len = max_model_len or DEFAULT_MODEL_LEN
         self._cache: KVCache | None = None
 
     @property
@@ -44,29 +44,25 @@ class Runner:
         """The caller makes the rows forget what the cache holds."""
         self.weights = weights
         if self._cache is None:
-            config = weights.decoder.config
-            length = min(self._limit, config.max_position_embeddings)
+            config, length = weights.decoder.config, weights.positions
             self._cache = KVCache(config, self.max_batch, length, self.dtype)
 
     @torch.inference_mode()
     def step(self, rows: Rows) -> list[Sampled]:
         """Read at most STEP_TOKENS of prompts and sample for each row that is read to its end."""
         assert self.weights is not None
-        decoder, ready = self.weights.decoder, rows.rows[: rows.ready]
+        ready = rows.rows[: rows.ready]
         spans = rows.plan(STEP_TOKENS)
         tokens = [row.ids[-1] for row in ready]
-        for span in spans:
-            tokens.extend(rows.rows[span.slot].ids[span.start : span.end])
-        attention = StepAttention(self.cache, [row.cached for row in ready], spans)
-        hidden_TD = decoder(torch.tensor(tokens), attention.positions_T, attention)
         slots, sources = list(range(len(ready))), list(range(len(ready)))
-        first = len(ready)
         for span in spans:
-            self._prompt_logprobs(rows, span, hidden_TD[first : first + span.end - span.start])
-            first += span.end - span.start
-            if span.end == len(rows.rows[span.slot].ids):
+            ids = rows.rows[span.slot].ids
+            tokens.extend(ids[span.start : span.end])
+            if span.end == len(ids):
                 slots.append(span.slot)
-                sources.append(first - 1)
+                sources.append(len(tokens) - 1)
+        attention = StepAttention(self.cache, [row.cached for row in ready], spans)
+        hidden_RD = self._hidden(rows, tokens, sources, spans, attention)
         for row in ready:
             row.cached += 1
         for span in spans:
@@ -74,21 +70,37 @@ class Runner:
         if not slots:
             return []
         rows.ready = len(slots)
-        return self._sample(rows, slots, hidden_TD[torch.tensor(sources)])
-
-    def _sample(self, rows: Rows, slots: list[int], hidden_RD: Tensor) -> list[Sampled]:
-        assert self.weights is not None
         draws = [rows.rows[slot].draw() for slot in slots]
         ids, logprobs = sample(self.weights.decoder.logits(hidden_RD), draws)
         return [Sampled(*s) for s in zip(slots, ids, logprobs, strict=True)]
 
-    def _prompt_logprobs(self, rows: Rows, span: Span, hidden_CD: Tensor) -> None:
-        row = rows.rows[span.slot]
-        if not row.reads_prompt or self.weights is None:
-            return
-        targets = row.request.token_ids[span.start + 1 : span.end + 1]
-        logits_CV = self.weights.decoder.logits(hidden_CD[: len(targets)])
+    def _hidden(
+        self,
+        rows: Rows,
+        tokens: list[int],
+        sources: list[int],
+        spans: list[Span],
+        attention: StepAttention,
+    ) -> Tensor:
+        """hidden_RD of the tokens that are sampled after. All are computed only where asked for."""
+        assert self.weights is not None
+        tokens_T, sources_R = torch.tensor(tokens), torch.tensor(sources, dtype=torch.int64)
+        hidden = self.weights.decoder.hidden
+        if not any(rows.rows[span.slot].reads_prompt for span in spans):
+            asked_R = None if len(sources) == len(tokens) else sources_R
+            return hidden(tokens_T, attention.positions_T, attention, asked_R)
+        hidden_TD = hidden(tokens_T, attention.positions_T, attention, None)
+        first = rows.ready
+        for span in spans:
+            if rows.rows[span.slot].reads_prompt:
+                self._read_prompt(rows.rows[span.slot], span, hidden_TD[first:])
+            first += span.end - span.start
+        return hidden_TD.index_select(0, sources_R)
+
+    def _read_prompt(self, row: Row, span: Span, hidden_TD: Tensor) -> None:
+        assert self.weights is not None
+        following = row.request.token_ids[span.start + 1 : span.end + 1]
+        logits_CV = self.weights.decoder.logits(hidden_TD[: len(following)])
         logp_CV = torch.log_softmax(logits_CV, dim=-1)
-        row.prompt_logprobs.extend(
-            logp_CV.gather(1, torch.tensor(targets, dtype=torch.int64)[:, None])[:, 0].tolist()
-        )
+        ids_C1 = torch.tensor(following, dtype=torch.int64)[:, None]
+        row.prompt_logprobs.extend(logp_CV.gather(1, ids_C1)[:, 0].tolist())

@@ -187,6 +187,7 @@ class Scheduler:
 
     def _advance(self, row: Row, s: Sampled, version: int) -> Output:
         if not math.isfinite(s.logprob):
+            self.runner.cache.clear(s.slot)
             return row.output(error=f"log-prob {s.logprob} of token {s.token_id} under {version}")
         reason = row.append(s.token_id, s.logprob, version)
         return row.output(reason) if reason or row.request.stream else _NOTHING

@@ -12,15 +12,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from engine.models import Decoder, ModelConfig, hf
+from engine.models import ModelConfig, hf
+from engine.serving.fused import FusedDecoder
 from engine.serving.wire import Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    decoder: Decoder
+    decoder: FusedDecoder
     version: int
     sha256: str
+    positions: int
+    """The longest context, prompt and answer together."""
 
 
 def digest(folder: Path) -> str:
@@ -38,8 +41,14 @@ def digest(folder: Path) -> str:
 
 
 def load(
-    folder: Path, version: int, sha256: str | None, dtype: torch.dtype, serving: Decoder | None
+    folder: Path,
+    version: int,
+    sha256: str | None,
+    dtype: torch.dtype,
+    max_model_len: int,
+    serving: ModelConfig | None,
 ) -> Weights:
+    """`serving` is the model that the engine is bound to, once it has one."""
     if not folder.is_dir():
         raise Refusal(400, f"no folder {folder} with the weights of version {version}")
     found = digest(folder)
@@ -49,7 +58,7 @@ def load(
         decoder = hf.load(folder, dtype)
     except (ValueError, OSError, SafetensorError) as e:
         raise Refusal(400, f"version {version}: {e}") from e
-    if serving is not None and _model(decoder) != _model(serving):
+    if serving is not None and _model(decoder.config) != _model(serving):
         raise Refusal(
             400,
             f"version {version}: {folder} is another model than the one served; "
@@ -58,9 +67,9 @@ def load(
     for name, parameter in decoder.named_parameters():
         if not torch.isfinite(parameter).all():
             raise Refusal(400, f"version {version}: {name} has numbers that are not finite")
-    decoder.requires_grad_(False)
-    return Weights(decoder.eval(), version, found)
+    positions = min(max_model_len, decoder.config.max_position_embeddings)
+    return Weights(FusedDecoder(decoder, positions), version, found, positions)
 
 
-def _model(decoder: Decoder) -> ModelConfig:
-    return dataclasses.replace(decoder.config, torch_dtype="float32")
+def _model(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, torch_dtype="float32")
