@@ -1,11 +1,15 @@
 """The commands and their options; what they do is in the modules beside this one."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-import click
 import typer
 
+# Some releases of typer carry a copy of click's exceptions, others use click's own.
+_CommandError = cast(
+    type[typer.BadParameter],
+    next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"),
+)
 _OPTIONS: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
 app = typer.Typer(
     name="archon",
@@ -50,10 +54,10 @@ def run(arguments: list[str]) -> int:
     try:
         code = command.main(arguments, prog_name="archon", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except click.ClickException as error:
+    except _CommandError as error:
         error.show()
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         return 130
     except ValueError as error:
         from archon.cli.settings import explain
@@ -134,7 +138,7 @@ def status(data_dir: DataDir = None, config: Config = None, as_json: AsJson = Fa
     from archon.cli import settings, status
 
     found = settings.load(config, settings.flags({"data_dir": data_dir}))
-    raise click.exceptions.Exit(status.show(found, as_json))
+    raise typer.Exit(status.show(found, as_json))
 
 
 @app.command()
@@ -163,7 +167,7 @@ def rollout(context: typer.Context) -> None:
 
     command = typer.main.get_command(rollout_app)
     code = command.main(context.args, prog_name="archon rollout", standalone_mode=False)
-    raise click.exceptions.Exit(code if isinstance(code, int) else 0)
+    raise typer.Exit(code if isinstance(code, int) else 0)
 
 
 @session_app.command()

@@ -25,6 +25,7 @@ def up(settings: Settings, flags: dict[str, Any], detach: bool) -> None:
         return
     from archon.stack.supervisor import up as run_stack
 
+    check(settings)
     begun = time.monotonic()
 
     def ready(plan: Plan) -> None:

@@ -141,7 +141,7 @@ class Settings(BaseSettings):
         for name, fields in value.items():
             try:
                 loads(PolicySettings, fields)
-            except TypeError as error:
+            except (TypeError, ValueError) as error:
                 raise ValueError(f"[policies.{name}]: {error}") from error
         return value
 

@@ -17,7 +17,7 @@ from archon.stack import postgres, probes, temporal
 from archon.stack.child import Child, Probe
 from archon.stack.errors import StackError
 from archon.stack.logs import log_file, trim_for_ever
-from archon.stack.plan import Plan, check, make_folders, make_plan, make_secrets
+from archon.stack.plan import Plan, make_folders, make_plan, make_secrets
 from archon.stack.process import Spec, python
 from archon.stack.state import Lock, ended_unclean, write_state
 
@@ -207,10 +207,9 @@ def up(
 ) -> None:
     """Run a stack in this process until SIGTERM, SIGINT or SIGHUP.
 
-    StackError where it cannot start. ``flags`` are the settings given on the command line, in
-    nested form: the children get them too.
+    StackError where it cannot start. ``settings`` has passed ``plan.check``. ``flags`` are the
+    settings given on the command line, in nested form: the children get them too.
     """
-    check(settings)
     make_folders(settings)
     lock = Lock(settings.run_dir)
     lock.take()
