@@ -259,7 +259,7 @@ def list_(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the API keys, by the hashes that they are known by."""
+    """List the API keys, by the ids that they are known by."""
     from archon.cli import keys, sessions
 
     keys.list_keys(sessions.connect(gateway, key, data_dir, config), as_json)
@@ -267,7 +267,7 @@ def list_(
 
 @key_app.command()
 def revoke(
-    key_hash: Annotated[str, typer.Argument(help="Hash, or its beginning, as in the list.")],
+    key_id: Annotated[str, typer.Argument(help="Id, or its beginning, as in the list.")],
     gateway: Gateway = None,
     key: Key = None,
     data_dir: DataDir = None,
@@ -276,4 +276,4 @@ def revoke(
     """End the validity of a key at once."""
     from archon.cli import keys, sessions
 
-    keys.revoke(sessions.connect(gateway, key, data_dir, config), key_hash)
+    keys.revoke(sessions.connect(gateway, key, data_dir, config), key_id)

@@ -20,7 +20,7 @@ def create(
     if policy is not None:
         body["policy"] = policy
     if expires_in_hours is not None:
-        body["expires_in"] = expires_in_hours * 3600
+        body["expires_in"] = round(expires_in_hours * 3600)
     answer = client.call("POST", "/rl/keys", body)
     if as_json:
         print(json.dumps(answer, indent=1))
@@ -36,15 +36,22 @@ def list_keys(client: GatewayClient, as_json: bool) -> None:
         print(json.dumps(answer, indent=1))
         return
     for key in answer["keys"]:
-        ended = "revoked" if key.get("revoked_at") else key.get("expires_at") or "valid"
+        ended = "revoked" if key["revoked_at"] else key["expires_at"] or "valid"
         print(
-            f"{key['key_hash'][:_SHOWN]}  {key['scope']:7}  {key.get('policy_id') or '-':16}  "
-            f"{ended:26}  {key.get('label', '')}"
+            f"{key['key_id'][:_SHOWN]}  {key['scope']:6}  {key['policy'] or '-':16}  "
+            f"{ended:32}  {key['label']}"
         )
 
 
-def revoke(client: GatewayClient, key_hash: str) -> None:
-    if len(key_hash) < 8:
-        raise StackError(f"{key_hash!r} is too short to name a key: give 8 digits or more")
-    client.call("DELETE", f"/rl/keys/{key_hash}")
-    print(f"revoked {key_hash[:_SHOWN]}")
+def revoke(client: GatewayClient, key_id: str) -> None:
+    found = [
+        key["key_id"]
+        for key in client.call("GET", "/rl/keys")["keys"]
+        if key["key_id"].startswith(key_id)
+    ]
+    if len(found) != 1:
+        raise StackError(
+            f"{len(found)} keys have an id that begins with {key_id!r}; see `archon key list`"
+        )
+    client.call("DELETE", f"/rl/keys/{found[0]}")
+    print(f"revoked {found[0][:_SHOWN]}")
