@@ -16,7 +16,7 @@ from archon.codec.conversation import Message, plain_messages, plain_tools
 from archon.codec.errors import CodecError
 from archon.codec.folder import ModelFolder, read_folder
 from archon.codec.formats import choose
-from archon.codec.meaning import normalise_messages
+from archon.codec.meaning import messages_digest
 from archon.codec.stream import StreamParser, random_call_id
 from archon.codec.template import ChatTemplate
 from archon.codec.turns import probe
@@ -37,11 +37,11 @@ class Codec:
         self._format = choose(self._template.source, turns.opens_thinking, turns.many_calls)
         self._anchor = self._find_anchor()
         closing = self._encode_after(turns.closer) if turns.closer else []
-        self._closing = closing[0] if closing and self._is_special(closing[0]) else None
-        self._closing_text = "" if self._closing is None else self.decode([self._closing])
-        stops = [*folder.stop_token_ids, *([self._closing] if self._closing is not None else [])]
-        self.stop_token_ids = tuple(dict.fromkeys(stops))
-        self._stops = frozenset(stops)
+        added = folder.tokenizer.get_added_tokens_decoder()
+        ends = [i for i in closing[:1] if i in added or i in folder.stop_token_ids]
+        self._closing = ends[0] if ends else None
+        self.stop_token_ids = tuple(dict.fromkeys([*folder.stop_token_ids, *ends]))
+        self._stops = frozenset(self.stop_token_ids)
         self.max_len_hint = folder.max_len
         self.vocab_size = folder.tokenizer.get_vocab_size()
         self.digest = self._digest(folder)
@@ -82,7 +82,7 @@ class Codec:
         size = len(messages_through_answer)
         if self._closer is None or not parent_output_ids or not 1 < size < len(messages):
             return None
-        if normalise_messages(messages[:size]) != normalise_messages(messages_through_answer):
+        if messages_digest(messages[:size]) != messages_digest(messages_through_answer):
             return None
         plain, seen_tools = plain_messages(messages), self._tools(tools)
         if plain[size - 1]["role"] != "assistant":
@@ -94,10 +94,10 @@ class Codec:
         tail = self._tail(text, size, len(plain), parent_output_ids)
         if tail is None:
             return None
-        rest = self._closer
-        if self._closing is not None and parent_output_ids[-1] == self._closing:
-            rest = rest[len(self._closing_text) :]
-        return [*parent_prompt_ids, *parent_output_ids, *self._encode_after(rest + tail)]
+        new = self._encode_after(self._closer + tail)
+        if self._closing is not None and new[0] == self._closing == parent_output_ids[-1]:
+            new = new[1:]
+        return [*parent_prompt_ids, *parent_output_ids, *new]
 
     def _tail(
         self, text: Callable[[int, bool], str], size: int, total: int, output_ids: Sequence[int]
@@ -171,9 +171,6 @@ class Codec:
             if token.special and ids[:1] == [token_id]:
                 return token.content if ids[1:] != self.encode("ab") else None
         return None
-
-    def _is_special(self, token_id: int) -> bool:
-        return token_id in self._tokenizer.get_added_tokens_decoder()
 
     def _digest(self, folder: ModelFolder) -> str:
         settings = [self._template.source, folder.special_tokens, self.stop_token_ids]

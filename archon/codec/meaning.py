@@ -17,7 +17,8 @@ from archon.codec.conversation import Message, parse_json, plain_messages, plain
 def normalise_messages(messages: Sequence[Any]) -> list[Message]:
     """Canonical messages: equal where the meaning is equal, and a valid conversation themselves.
 
-    The normal form of a beginning is the beginning of the normal form.
+    The normal form of a beginning is the beginning of the normal form. Compare by digest: to
+    Python, though not to JSON, ``True == 1``.
     """
     names: dict[str, str] = {}
     numbers = itertools.count()

@@ -63,9 +63,15 @@ def call_of(value: dict[str, Any], key: str, missing: Any = None) -> Call | None
     name, arguments = value.get("name"), value.get(key, missing)
     if not isinstance(name, str) or not name or arguments is None:
         return None
-    if isinstance(arguments, str):
-        return Call(name, arguments)
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    try:
+        if isinstance(arguments, str):
+            text = arguments
+        else:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{text}".encode()  # half a surrogate pair could not be sent to the client
+    except ValueError:
+        return None
+    return Call(name, text)
 
 
 def overlap(text: str, tag: str) -> int:
