@@ -14,6 +14,7 @@ from datetime import datetime
 
 import numpy as np
 import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 import archon
@@ -297,7 +298,7 @@ async def _returns(case: _Case, sessions: set[str]) -> dict[str, ReturnRef]:
     r = t.returns.c
     query = (
         sa.select(r.interaction_id, r.value, r.revision)
-        .distinct(r.interaction_id)
+        .ext(distinct_on(r.interaction_id))
         .where(r.session_id.in_(sessions))
         .order_by(r.interaction_id, r.revision.desc())
     )

@@ -30,6 +30,7 @@ from archon.storage import Database
 from archon.storage import tables as t
 from archon.storage.rewards import put_reward
 from archon.storage.rows import fetch_all, insert_record
+from archon.storage.sealing import settle
 
 TENANT, POLICY = "acme", "game"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -122,7 +123,8 @@ class Scene:
 
     async def policy(self, policy: str = POLICY, **changes: Any) -> PolicySettings:
         """A policy with version 0 live."""
-        settings = PolicySettings(**{"model": "m", "batch_groups": 1, "close_grace": 0.0} | changes)
+        fields: dict[str, Any] = {"model": "m", "batch_groups": 1, "close_grace": 0.0}
+        settings = PolicySettings(**fields | changes)
         async with self.db.begin() as c:
             row = Policy(TENANT, policy, json.loads(dumps(settings)), NOW)
             await c.execute(insert_record(t.policy, row))
@@ -189,7 +191,12 @@ class Scene:
         return made
 
     async def reward(
-        self, value: float | None, session: str = "ses_1", *, close_after: Any = None, **changes: Any
+        self,
+        value: float | None,
+        session: str = "ses_1",
+        *,
+        close_after: Any = None,
+        **changes: Any,
     ) -> Reward:
         """A delivered reward, with its outbox entry."""
         count = len(await self.all(t.reward, Reward))
@@ -224,3 +231,20 @@ class Scene:
     async def manifests(self) -> list[Any]:
         async with self.db.connect() as c:
             return list(await c.execute(sa.select(t.manifest).order_by(t.manifest.c.created_at)))
+
+    async def sealed_group(
+        self, group: str, *versions: int, value: float = 1.0, members: int = 1, at: float = 0.0
+    ) -> list[str]:
+        """A ready group of sealed one-call sessions, their tokens sampled by ``versions``."""
+        await self.group(group, members, created_at=NOW + timedelta(seconds=at))
+        names = [f"{group}_s{n}" for n in range(members)]
+        for name in names:
+            ranges = [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(versions)]
+            made = call(
+                f"int_{name}", 1, (1, 2), range(7, 7 + len(versions)), session=name, versions=ranges
+            )
+            await self.session(name, [made], group=group)
+            await self.reward(value, name)
+            async with self.db.begin() as c:
+                await settle(c, name, close=True, now=NOW + timedelta(hours=1))
+        return names

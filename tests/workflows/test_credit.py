@@ -1,17 +1,19 @@
 """Returns, worked out by hand."""
 
+from typing import Any
+
 import pytest
 
-from archon.records import InteractionStatus
+from archon.records import Interaction, InteractionStatus, Reward
 from archon.storage.credit import counted, discounted, superseded, unplaced
 from tests.workflows.scene import call, chain, reward
 
 
-def returns(calls, rewards, gamma=1.0):  # noqa: ANN001, ANN202
+def returns(calls: list[Interaction], rewards: list[Reward], gamma: float) -> list[Any]:
     return [pytest.approx(v) for v in discounted(calls, rewards, gamma).values()]
 
 
-def line(n: int) -> list:
+def line(n: int) -> list[Interaction]:
     """Calls that follow each other by conversation only: no common prefix of tokens."""
     return [call(f"c{i}", i, previous=f"c{i - 1}" if i > 1 else None) for i in range(1, n + 1)]
 

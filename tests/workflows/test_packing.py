@@ -11,8 +11,16 @@ from tests.workflows.scene import call, chain, floats, ints
 
 
 def arrays(sample: Packed) -> dict[str, list[float]]:
-    kinds = {"tokens": "<i4", "mask": "u1", "logprobs": "<f4", "versions": "<i4", "interaction": "<i4"}
-    return {name: np.frombuffer(getattr(sample, name), kind).tolist() for name, kind in kinds.items()}
+    kinds = {
+        "tokens": "<i4",
+        "mask": "u1",
+        "logprobs": "<f4",
+        "versions": "<i4",
+        "interaction": "<i4",
+    }
+    return {
+        name: np.frombuffer(getattr(sample, name), kind).tolist() for name, kind in kinds.items()
+    }
 
 
 def packed(calls: list[Interaction], kind: str = "concat", context: tuple = ()) -> list[Packed]:

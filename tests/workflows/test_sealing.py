@@ -131,7 +131,9 @@ async def test_a_lower_reward_that_commits_later_is_not_overlooked(scene: Scene)
     await scene.policy()
     await scene.session(calls=chain([7]))
     async with scene.db.connect() as slow:
-        number = await slow.exec_driver_sql("SELECT nextval(pg_get_serial_sequence('reward','seq'))")
+        number = await slow.exec_driver_sql(
+            "SELECT nextval(pg_get_serial_sequence('reward','seq'))"
+        )
         low = number.scalar_one()
     await scene.reward(1.0)
     await settled(scene, close=True)
