@@ -70,8 +70,9 @@ class Scheduler:
         with self._condition:
             if self._crash is not None:
                 raise Refusal(503, self._crash)
-            if len(self._queue) >= self._max_queue:
-                raise Refusal(503, f"the queue is full with {len(self._queue)} requests")
+            waiting = len(self._queue) + len(self._rows) - self.runner.max_batch
+            if waiting >= self._max_queue:
+                raise Refusal(503, f"the queue is full with {waiting} requests")
             self._queue.append(row)
             self._condition.notify()
         return row
