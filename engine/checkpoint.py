@@ -51,7 +51,7 @@ class Checkpoint:
     tensor_hashes: dict[str, str]
     step: int
     metrics: dict[str, float]
-    probe: dict[str, list[Any]]
+    probe: dict[str, Any]
 
     @property
     def digest(self) -> tuple[str, str]:
@@ -99,7 +99,7 @@ def publish(
     state: TrainerState,
     *,
     side_files: Path,
-    probe: Mapping[str, list[Any]],
+    probe: Mapping[str, Any],
     metrics: Mapping[str, float],
 ) -> Checkpoint:
     """Write `state` under `folder/attempt` and publish it, or answer with what is published.

@@ -6,6 +6,8 @@ uneven, for a transposed or misplaced tensor to show.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 
 from engine.models import Decoder, PackedCausal
@@ -13,7 +15,12 @@ from engine.models import Decoder, PackedCausal
 LENGTH = 16
 
 
-def probe(model: Decoder) -> dict[str, list[int] | list[float]]:
+class Probe(TypedDict):
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def probe(model: Decoder) -> Probe:
     """`logprobs[i]` is that of `token_ids[i + 1]` after the ids up to i, at temperature 1."""
     config = model.config
     length = min(LENGTH, config.max_position_embeddings - 1)

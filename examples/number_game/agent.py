@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from game import NumberGame
+from game import NumberGame  # type: ignore[import-not-found]
 from openai import OpenAI, OpenAIError
 
 PARALLEL = int(os.environ.get("NUMBER_GAME_PARALLEL", "8"))

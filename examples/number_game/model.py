@@ -4,7 +4,7 @@ A word is a token, and so is a role marker. A message is its marker and its cont
 after it; so the ids of a prompt and of the move sampled from it are together the beginning of the
 next prompt, id for id.
 
-    python examples/number_game/model.py FOLDER [SEED]
+    python -m examples.number_game.model FOLDER [SEED]
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from engine.models import Decoder, ModelConfig, hf
 
 PAD, EOS, UNKNOWN, USER, ASSISTANT = "<pad>", "<eos>", "<unk>", "<user>", "<assistant>"
 SPECIALS = (PAD, EOS, UNKNOWN, USER, ASSISTANT)
-WORDS = ("guess", "low", "high", "right", "1", "2", "3", "4")
+REPLIES = ("guess", "low", "high", "right")
+# Most words are no move: an untrained policy hardly ever wins.
+WORDS = (*REPLIES, *"0123456789", "yes", "no", "more", "less", "done")
 TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<assistant> ' if message.role == 'assistant' else '<user> ' -}}"

@@ -69,7 +69,7 @@ def test_loading_gives_back_every_bit_and_the_next_step_is_the_same(
     made, loaded = checkpoint.load(tmp_path / "v1")
     assert loaded.step == 1
     manifest, batch = make_batch(seed=9)
-    hashes = []
+    hashes: list[dict[str, str]] = []
     for current in (state, loaded):
         train_step(current, batch, manifest.algorithm, 9, quiet, Spans())
         out = tmp_path / f"v2-{len(hashes)}"
@@ -105,7 +105,7 @@ def test_the_loser_of_a_race_answers_with_the_winner_and_clears_up(
 ) -> None:
     out = tmp_path / "v1"
     slow, fast = trained(model_folder), trained(model_folder)
-    seen = []
+    seen: list[str] = []
 
     def overtake(name: str) -> None:
         if name == "trainer.before_publish" and not seen:

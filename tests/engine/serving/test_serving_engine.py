@@ -398,12 +398,13 @@ async def test_bad_requests_are_refused_with_the_reason(
         ({"logprobs": 5}, "logprobs"),
         ({"temperature": True}, "temperature"),
         ({"seed": "7"}, "seed"),
+        ({"prompt_logprobs": 0}, "stream: false"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused(
     served: EngineClient, url: str, sampling: dict[str, object], message: str
 ) -> None:
-    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1} | sampling}
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1} | sampling, "stream": True}
     async with httpx.AsyncClient() as http:
         answer = await http.post(f"{url}/inference/v1/generate", json=body)
         assert answer.status_code == 400
