@@ -60,17 +60,9 @@ def _checked(ref: SampleRef, sample: Sample | None, manifest: BatchManifest) -> 
         arrays[name] = np.frombuffer(data, dtype)
     if digest.hexdigest() != ref.digest:
         raise BadBatch(f"{what} has digest {digest.hexdigest()}, the manifest says {ref.digest}")
-    arrays["interaction"] = _by_return(ref, sample, arrays["interaction"], what)
+    if (named := [r.interaction_id for r in ref.returns]) != sample.interactions:
+        raise BadBatch(f"{what} has interactions {sample.interactions}, its returns are of {named}")
     return arrays
-
-
-def _by_return(ref: SampleRef, sample: Sample, index: NDArray[Any], what: str) -> NDArray[Any]:
-    """Indices into the sample's interactions as indices into the manifest's returns."""
-    place = {r.interaction_id: i for i, r in enumerate(ref.returns)}
-    if missing := [i for i in sample.interactions if i not in place]:
-        raise BadBatch(f"{what}: no return for interaction {missing[0]}")
-    table = np.array([place[i] for i in sample.interactions] + [-1], "<i4")
-    return table[index]
 
 
 def _check_staleness(manifest: BatchManifest, arrays: Arrays) -> None:
