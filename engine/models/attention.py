@@ -33,11 +33,11 @@ class PackedCausal:
         padded = longest * len(lengths)
         self.padded = longest <= MAX_PADDED_LENGTH and padded <= MAX_PADDING_RATIO * bounds[-1]
         self.dense = padded == bounds[-1]
-        if self.padded:
+        self.shape = (len(lengths), longest)
+        if self.padded and not self.dense:
             self._index_padding(lengths, longest)
 
     def _index_padding(self, lengths: list[int], longest: int) -> None:
-        self.shape = (len(lengths), longest)
         column_L = torch.arange(longest)
         start_S1 = torch.tensor(self.bounds[:-1], dtype=torch.int64)[:, None]
         length_S1 = torch.tensor(lengths, dtype=torch.int64)[:, None]

@@ -106,6 +106,8 @@ def parse_generate(body: bytes, vocab_size: int, max_model_len: int) -> Request:
         raise Refusal(400, "logprobs must be 1: the sampled token's only")
     if sampling.get("prompt_logprobs") not in (0, None):
         raise Refusal(400, "prompt_logprobs must be 0 or null: the prompt's own tokens only")
+    if sampling.get("prompt_logprobs") is not None and raw.get("stream"):
+        raise Refusal(400, "prompt_logprobs needs stream: false")
     stop = _ids(sampling.get("stop_token_ids") or [], "stop_token_ids", vocab_size)
     return Request(
         request_id=str(raw.get("request_id", "")),
