@@ -103,6 +103,9 @@ def check(settings: Settings) -> None:
     """StackError where the stack could not run as it is set."""
     _refuse_open_gateway(settings)
     _check_policies(settings)
+    url = settings.postgres.url
+    if url and not url.get_secret_value().startswith(("postgresql://", "postgres://")):
+        raise StackError("postgres.url must begin with postgresql://")
 
 
 def make_folders(settings: Settings) -> None:

@@ -10,13 +10,16 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from archon.records.messages import main_queue, trainer_queue
 from archon.settings import Settings
 from archon.stack import postgres, probes, temporal
+from archon.stack.bootstrap import write_rows
 from archon.stack.child import Child, Probe
 from archon.stack.errors import StackError
 from archon.stack.logs import log_file, trim_for_ever
+from archon.stack.migrate import create_database, migrate
 from archon.stack.plan import Plan, make_folders, make_plan, make_secrets
 from archon.stack.process import Spec, python
 from archon.stack.state import Lock, ended_unclean, write_state
@@ -85,7 +88,7 @@ class Supervisor:
         temporal_ready = asyncio.create_task(self._start_temporal())
         try:
             url = await self._start_postgres()
-            await asyncio.to_thread(_write_rows, url, plan)
+            await asyncio.to_thread(write_rows, url, plan.settings, plan.replicas)
             await temporal_ready
         finally:
             temporal_ready.cancel()
@@ -111,9 +114,10 @@ class Supervisor:
             first = server.url("postgres")
             child = self._add(server.spec(), probes.postgres_answers(first), self._patience())
             await child.ready.wait()
-            await asyncio.to_thread(_create_database, first)
+            await asyncio.to_thread(create_database, first, "archon")
             url = server.url()
-        self._postgres_shown = await asyncio.to_thread(_migrate, url)
+        self._postgres_shown = _without_password(url)
+        await asyncio.to_thread(migrate, url)
         return url
 
     async def _start_temporal(self) -> None:
@@ -238,27 +242,7 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-# What follows imports the database's libraries when the engines have already been started: their
-# start takes longest, and must not wait for ours.
-
-
-def _create_database(admin_url: str) -> None:
-    from archon.stack.migrate import create_database
-
-    create_database(admin_url, "archon")
-
-
-def _migrate(url: str) -> str:
-    """Migrate; the URL without its password comes back."""
-    import sqlalchemy as sa
-
-    from archon.stack.migrate import migrate
-
-    migrate(url)
-    return sa.make_url(url).set(password=None).render_as_string()
-
-
-def _write_rows(url: str, plan: Plan) -> None:
-    from archon.stack.bootstrap import write_rows
-
-    write_rows(url, plan.settings, plan.replicas)
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=user.partition(":")[0] + at + host).geturl()
