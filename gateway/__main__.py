@@ -60,6 +60,7 @@ def main() -> int:
         log_level="warning",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=GRACE,
+        proxy_headers=False,
         server_header=False,
         date_header=False,
     )

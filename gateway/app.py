@@ -71,7 +71,7 @@ def _life(service: Service):  # type: ignore[no-untyped-def]  # noqa: ANN202
         finally:
             following.cancel()
             await service.pool.close()
-            await service.rows.database.close()
+            await service.rows.close()
 
     return life
 

@@ -5,7 +5,7 @@ ids answer 404. Both generations of AReaL's bodies are accepted and answered: ``
 ``api_key`` at the top, and ``group_id`` with ``sessions`` beside them.
 """
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import orjson
@@ -24,7 +24,7 @@ from archon.records import (
     parse_reward,
 )
 from archon.storage.keys import find_key, hash_key, is_valid
-from archon.storage.rewards import Delivered, RewardConflict, put_reward, rewards_of
+from archon.storage.rewards import RewardConflict, put_reward, rewards_of
 from archon.storage.sessions import (
     GroupConflict,
     Plan,
@@ -40,7 +40,7 @@ from archon.storage.sessions import (
 from gateway import metrics
 from gateway.auth import Caller
 from gateway.errors import ApiError, not_found
-from gateway.fields import flag, mapping, optional_text, text, when, whole
+from gateway.fields import flag, mapping, optional_text, text, when, whole, wrong
 from gateway.request import read_json
 from gateway.service import Service
 
@@ -64,6 +64,8 @@ class RlRoutes:
         api_key = optional_text(fields, "api_key")
         try:
             if api_key is not None:
+                if plan.size > 1 or (plan.count or 1) > 1:
+                    raise wrong("api_key", "a known key opens one session: leave group_size out")
                 started = await self._refresh(caller, plan, api_key)
             else:
                 now = service.clock()
@@ -104,9 +106,7 @@ class RlRoutes:
         closes = settings.close_on == "reward" and parsed.interaction_id is None
         close_after = now + timedelta(seconds=settings.close_grace) if closes else None
         try:
-            delivered, calls = await service.rows.statement(
-                lambda c: _deliver(c, reward, close_after)
-            )
+            delivered = await service.rows.statement(lambda c: put_reward(c, reward, close_after))
         except RewardConflict as error:
             metrics.REWARDS.labels("conflict").inc()
             raise ApiError(409, str(error), code="idempotency_conflict") from error
@@ -118,7 +118,7 @@ class RlRoutes:
                 "reward_id": delivered.reward_id,
                 "session_id": session.session_id,
                 "interaction_id": parsed.interaction_id,
-                "interaction_count": calls,
+                "interaction_count": delivered.calls,
                 "seq": delivered.seq,
                 "duplicate": delivered.duplicate,
                 "trajectory_id": session.session_id,
@@ -230,13 +230,6 @@ class RlRoutes:
         if caller.scope == KeyScope.SESSION and found.slot != caller.key_hash:
             raise not_found(what, name)
         return found
-
-
-async def _deliver(
-    c: AsyncConnection, reward: Reward, close_after: datetime | None
-) -> tuple[Delivered, int]:
-    delivered = await put_reward(c, reward, close_after)
-    return delivered, (await count_calls(c, reward.session_id))[0]
 
 
 def _started(plan: Plan, started: list[Started]) -> dict[str, Any]:

@@ -36,18 +36,18 @@ class Rows:
     ``away``: the last work found no database; the next is told so sooner.
     """
 
-    def __init__(self, database: Database, patience: float = 2.5) -> None:
-        self.database = database
+    def __init__(self, url: str, pool_size: int, patience: float = 2.5) -> None:
         self.patience = patience
+        self._database = Database(url, pool_size)
+        self._autocommit = Database(url, pool_size, autocommit=True)
         self.away = False
-        self._autocommit = database.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._running: set[asyncio.Task[object]] = set()
 
     async def statement(self, work: Work[T]) -> T:
         """Work whose every statement commits by itself and may harmlessly be repeated."""
 
         async def attempt() -> T:
-            async with self._autocommit.connect() as c:
+            async with self._autocommit.engine.connect() as c:
                 return await work(c)
 
         return await self._bounded(attempt, lambda: False)
@@ -58,12 +58,16 @@ class Rows:
 
         async def attempt() -> T:
             nonlocal committing
-            async with self.database.engine.begin() as c:
+            async with self._database.engine.begin() as c:
                 result = await work(c)
                 committing = True
             return result
 
         return await self._bounded(attempt, lambda: committing)
+
+    async def close(self) -> None:
+        await self._database.close()
+        await self._autocommit.close()
 
     async def _bounded(self, attempt: Callable[[], Awaitable[T]], final: Callable[[], bool]) -> T:
         task = asyncio.ensure_future(self._insist(attempt, final))

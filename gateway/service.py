@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from archon.records import Clock, IdSource, random_id, system_clock
 from archon.settings import Settings
-from archon.storage import Database
 from gateway import metrics
 from gateway.auth import Keyring
 from gateway.catalog import Catalog
@@ -60,7 +59,7 @@ def build(settings: Settings, clock: Clock = system_clock, new_id: IdSource = ra
         raise ValueError(
             "ARCHON_POSTGRES__URL is not set: start the gateway by 'archon up', or name a database"
         )
-    rows = Rows(Database(url.get_secret_value(), settings.postgres.pool_size))
+    rows = Rows(url.get_secret_value(), settings.postgres.pool_size)
     return Service(
         settings=settings,
         rows=rows,

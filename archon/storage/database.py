@@ -31,9 +31,12 @@ def libpq_url(url: str) -> str:
 
 
 class Database:
-    """A pool of connections. ``url`` is ``postgresql://…``, sockets by ``?host=/folder``."""
+    """A pool of connections. ``url`` is ``postgresql://…``, sockets by ``?host=/folder``.
 
-    def __init__(self, url: str, pool_size: int = 8) -> None:
+    ``autocommit``: every statement of :meth:`connect` is a transaction of its own.
+    """
+
+    def __init__(self, url: str, pool_size: int = 8, autocommit: bool = False) -> None:
         self.url = url
         self.engine: AsyncEngine = create_async_engine(
             async_url(url),
@@ -41,6 +44,7 @@ class Database:
             max_overflow=pool_size,
             pool_timeout=5,
             pool_pre_ping=False,
+            isolation_level="AUTOCOMMIT" if autocommit else "READ COMMITTED",
             connect_args={"options": _OPTIONS, "connect_timeout": 3},
         )
 

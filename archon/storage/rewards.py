@@ -19,6 +19,7 @@ _COLUMNS = (
     "reward_id, session_id, tenant_id, policy_id, component, source, created_at, value,"
     " interaction_id, idempotency_key, rejected, raw"
 )
+_FIELDS = (*_COLUMNS.split(", "), "seq")
 _INSERT = sa.text(
     f"WITH put AS (INSERT INTO reward ({_COLUMNS})"
     " VALUES (:reward_id, :session_id, :tenant_id, :policy_id, :component, :source, :created_at,"
@@ -30,10 +31,12 @@ _INSERT = sa.text(
     " closing AS (UPDATE session s SET close_after = COALESCE(s.close_after, :close_after)"
     " FROM put WHERE s.session_id = put.session_id AND s.state = 'open'"
     " AND CAST(:close_after AS timestamptz) IS NOT NULL)"
-    " SELECT put.seq, pg_notify(:channel, '') FROM put"
+    " SELECT put.seq, pg_notify(:channel, ''), (SELECT count(*) FROM interaction i"
+    " WHERE i.session_id = put.session_id) AS calls FROM put"
 )
 _THERE = sa.text(
-    f"SELECT {_COLUMNS}, seq FROM reward WHERE reward_id = :reward_id"
+    f"SELECT {_COLUMNS}, seq, (SELECT count(*) FROM interaction i"
+    " WHERE i.session_id = reward.session_id) AS calls FROM reward WHERE reward_id = :reward_id"
     " OR session_id = :session_id AND idempotency_key = :idempotency_key"
 )
 _OF_SESSION = sa.text(
@@ -43,11 +46,15 @@ _OF_SESSION = sa.text(
 
 @dataclass(frozen=True)
 class Delivered:
-    """``duplicate``: this delivery was there already, and ``seq`` and ``reward_id`` are its."""
+    """``duplicate``: this delivery was there already, and ``seq`` and ``reward_id`` are its.
+
+    ``calls`` is how many calls of the session were captured so far.
+    """
 
     reward_id: str
     seq: int
     duplicate: bool
+    calls: int
 
 
 class RewardConflict(ValueError):
@@ -62,19 +69,21 @@ async def put_reward(
     ``close_after`` is given where the policy closes an episode by its reward: it is set on the
     session if that is open and has none yet.
     """
-    values = {name: getattr(reward, name) for name in _COLUMNS.split(", ")}
+    values = {name: getattr(reward, name) for name in _FIELDS if name != "seq"}
     values |= {"close_after": close_after, "channel": OUTBOX_CHANNEL}
     row = (await c.execute(_INSERT, values)).one_or_none()
     if row is not None:
-        return Delivered(reward.reward_id, row.seq, duplicate=False)
+        return Delivered(reward.reward_id, row.seq, duplicate=False, calls=row.calls)
     key = {name: values[name] for name in ("reward_id", "session_id", "idempotency_key")}
-    old = _reward((await c.execute(_THERE, key)).one())
+    row = (await c.execute(_THERE, key)).one()
+    old = _reward(row)
     if not _same(old, reward):
         raise RewardConflict(
             f"idempotency key {reward.idempotency_key!r} of session {reward.session_id} was used "
             f"for reward {old.reward_id} with value {old.value}: send another key"
         )
-    return Delivered(old.reward_id, old.seq, duplicate=old.reward_id != reward.reward_id)
+    repeated = old.reward_id != reward.reward_id
+    return Delivered(old.reward_id, old.seq, duplicate=repeated, calls=row.calls)
 
 
 async def rewards_of(c: AsyncConnection, session_id: str) -> list[Reward]:
@@ -89,4 +98,4 @@ def _same(old: Reward, new: Reward) -> bool:
 
 
 def _reward(row: sa.Row[Any]) -> Reward:
-    return Reward(**row._mapping)
+    return Reward(**{name: row._mapping[name] for name in _FIELDS})

@@ -55,6 +55,10 @@ _INSERT_GROUP = sa.text(
 _START = sa.text(
     "WITH new AS (SELECT * FROM unnest(CAST(:session_ids AS text[]), CAST(:slots AS text[]))"
     " AS n (session_id, slot)),"
+    " grouped AS (INSERT INTO rollout_group"
+    " (group_id, tenant_id, policy_id, task_id, size, state, created_at, deadline)"
+    " SELECT :group_id, :tenant_id, :policy_id, :task_id, :size, 'open', :now,"
+    " CAST(:deadline AS timestamptz) WHERE :with_group),"
     " opened AS (INSERT INTO session (session_id, tenant_id, policy_id, group_id, slot, state,"
     " created_at, task_id, labels, close_reason, sealed_reward_seq, trainable)"
     " SELECT session_id, :tenant_id, :policy_id, :group_id, slot, 'open', :now, :task_id,"
@@ -144,9 +148,10 @@ async def start_sessions(
 ) -> list[Started]:
     """Open a group's sessions, each under a new key. The caller owns the transaction."""
     group_id, count = await _group_for(c, plan, now, new_id)
+    with_group = plan.group_id is None
     secrets = [new_secret(KeyScope.SESSION) for _ in range(count)]
     ids = [new_id(SESSION) for _ in range(count)]
-    await _start(c, plan, group_id, ids, [hash_key(s) for s in secrets], now, with_keys=True)
+    await _start(c, plan, group_id, ids, [hash_key(s) for s in secrets], now, True, with_group)
     return [Started(i, group_id, s) for i, s in zip(ids, secrets, strict=True)]
 
 
@@ -158,8 +163,8 @@ async def refresh_slot(
     if current is not None and current.state == SessionState.OPEN:
         await close_session(c, plan.tenant_id, current.session_id, CloseReason.REFRESH, now)
     group_id, _ = await _group_for(c, plan, now, new_id)
-    session_id = new_id(SESSION)
-    await _start(c, plan, group_id, [session_id], [slot], now, with_keys=False)
+    session_id, with_group = new_id(SESSION), plan.group_id is None
+    await _start(c, plan, group_id, [session_id], [slot], now, False, with_group)
     return Started(session_id, group_id, None)
 
 
@@ -242,8 +247,11 @@ async def count_calls(c: AsyncConnection, session_id: str) -> tuple[int, int]:
 async def _group_for(
     c: AsyncConnection, plan: Plan, now: datetime, new_id: IdSource
 ) -> tuple[str, int]:
-    """The group's id, made if new, and how many sessions to open in it."""
-    group_id = new_id(GROUP) if plan.group_id is None else group_name(plan)
+    """The group's id and how many sessions to open in it. A group that was named is made here
+    if it is new; one that was not is made with its sessions."""
+    if plan.group_id is None:
+        return new_id(GROUP), plan.size if plan.count is None else plan.count
+    group_id = group_name(plan)
     values = {
         "group_id": group_id,
         "tenant_id": plan.tenant_id,
@@ -274,6 +282,7 @@ async def _start(
     slots: Sequence[str],
     now: datetime,
     with_keys: bool,
+    with_group: bool,
 ) -> None:
     await c.execute(
         _START,
@@ -289,6 +298,9 @@ async def _start(
             "trainable": plan.trainable,
             "expires_at": plan.expires_at,
             "with_keys": with_keys,
+            "with_group": with_group,
+            "size": plan.size,
+            "deadline": plan.deadline,
             "channel": OUTBOX_CHANNEL,
         },
     )

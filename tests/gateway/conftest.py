@@ -1,21 +1,30 @@
-"""Fixtures of the gateway's tests."""
+"""Fixtures of the gateway's tests: one gateway for all of them, a tenant for each."""
 
+import dataclasses
+import secrets
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.gateway.kit import ENGINE_TOKEN, World, running
 from tests.kit.scripted_engine import ScriptedEngine
+from tests.kit.stack import Databases
 
-pytestmark = pytest.mark.stack
+
+@pytest.fixture(scope="session")
+async def shared(
+    databases: Databases, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[World]:
+    """A gateway without any policy."""
+    url = databases.create()
+    async with running(url, tmp_path_factory.mktemp("gateway")) as made:
+        yield made
 
 
 @pytest.fixture
-async def world(database_url: str, tmp_path: Path) -> AsyncIterator[World]:
-    """A gateway without any policy."""
-    async with running(database_url, tmp_path) as made:
-        yield made
+def world(shared: World) -> World:
+    """The same, seen by a tenant of this test's own."""
+    return dataclasses.replace(shared, tenant=f"t-{secrets.token_hex(4)}")
 
 
 @pytest.fixture

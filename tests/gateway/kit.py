@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class World:
     model: Path
     service: Service
     http: httpx.AsyncClient
-    engines: dict[tuple[str, str], list[ScriptedEngine]] = field(default_factory=dict)
+    tenant: str = "default"
 
     def openai(self, key: str, base: str = "/v1", **options: Any) -> AsyncOpenAI:
         return AsyncOpenAI(
@@ -69,8 +69,9 @@ class World:
         return Answer(self.ids(text), **options)
 
     async def policy(
-        self, policy_id: str = "default", tenant_id: str = "default", **settings: Any
+        self, policy_id: str = "default", tenant_id: str | None = None, **settings: Any
     ) -> PolicySettings:
+        tenant_id = tenant_id or self.tenant
         made = PolicySettings(model=str(self.model), **settings)
         now = datetime.now(UTC)
         async with self.database.begin() as c:
@@ -82,11 +83,11 @@ class World:
         return made
 
     async def replica(
-        self, engine: ScriptedEngine, policy_id: str = "default", tenant_id: str = "default"
+        self, engine: ScriptedEngine, policy_id: str = "default", tenant_id: str | None = None
     ) -> str:
         replica_id = random_id("rep")
         row = Replica(
-            replica_id, tenant_id, policy_id, engine.url, "scripted", datetime.now(UTC),
+            replica_id, tenant_id or self.tenant, policy_id, engine.url, "scripted", datetime.now(UTC),
             engine.version, engine.instance,
         )  # fmt: skip
         async with self.database.begin() as c:
@@ -104,6 +105,8 @@ class World:
         return await self.http.get(path, headers={"authorization": f"Bearer {key}"})
 
     async def start(self, key: str = ADMIN, **body: Any) -> dict[str, Any]:
+        if key == ADMIN:
+            body = {"tenant": self.tenant, **body}
         response = await self.post("/rl/start_session", key, body)
         assert response.status_code == 200, response.text
         started: dict[str, Any] = response.json()
@@ -115,11 +118,15 @@ class World:
         )
         if session_id is not None:
             query = query.where(tables.interaction.c.session_id == session_id)
+        else:
+            query = query.where(tables.interaction.c.tenant_id == self.tenant)
         async with self.database.connect() as c:
             return await fetch_all(c, Interaction, query)
 
     async def rows(self, table: sa.Table, **where: Any) -> list[dict[str, Any]]:
         query = sa.select(table)
+        if "tenant_id" in table.c:
+            where = {"tenant_id": self.tenant, **where}
         for name, value in where.items():
             query = query.where(table.c[name] == value)
         async with self.database.connect() as c:
