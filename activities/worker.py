@@ -54,7 +54,7 @@ async def run(client: Client, db: Database, settings: Settings, stop: asyncio.Ev
             SessionActivities(db),
             StepActivities(db),
             RolloutActivities(db, settings),
-            AdmissionActivities(db, settings),
+            AdmissionActivities(db),
         ),
     )
     async with asyncio.TaskGroup() as group:

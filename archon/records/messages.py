@@ -4,6 +4,7 @@ Invariant: every message is one frozen dataclass of JSON values; whatever is lar
 and digest. Workflow ids and task queues are made here and nowhere else.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 
 ATTR_TENANT, ATTR_POLICY, ATTR_STATUS = "TenantId", "PolicyId", "ArchonStatus"
@@ -325,7 +326,10 @@ class RolloutStatus:
 
 @dataclass(frozen=True)
 class EpisodeInput:
-    """One group of one rollout run: one task, ``size`` agents."""
+    """One group of one rollout run: one task, ``size`` agents.
+
+    ``trainable`` false is an evaluation: no admission, no group, nothing is trained on.
+    """
 
     run_id: str
     index: int
@@ -335,14 +339,29 @@ class EpisodeInput:
     task: dict[str, object]
     size: int
     queue_prefix: str
-    gateway: str
     episode_timeout: float = 600.0
     max_replacements: int = 2
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group that wants to start, once the policy has room for it."""
+
+    tenant_id: str
+    policy_id: str
+    group_id: str
+    task_id: str
+    size: int
 
 
 @dataclass(frozen=True)
 class EpisodeMember:
-    """One agent run of a group; the key that it plays under never enters a history."""
+    """One agent run of a group: the key it plays under is never in a history.
+
+    ``member`` and ``attempt`` are labels of its session, so that it can be found if this run of it
+    is lost. ``group_id`` is empty where the session is a group of its own.
+    """
 
     run_id: str
     index: int
@@ -351,12 +370,62 @@ class EpisodeMember:
     group_id: str
     task_id: str
     task: dict[str, object]
+    size: int
+    timeout: float
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class MemberResult:
+    """``ok``: the agent ended well. ``reward`` is what it reported, if it did."""
+
+    session_id: str
+    ok: bool
+    reward: float | None = None
+    turns: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class LostMember:
+    """An agent run that failed or was lost: its session is no part of the group any more."""
+
+    group_id: str
+    member: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class GroupSize:
+    """A group that goes on with fewer members than were planned."""
+
+    group_id: str
+    size: int
 
 
 @dataclass(frozen=True)
 class EpisodeResult:
+    """``rewards`` are those that agents reported; ``replaced`` counts agent runs that were lost."""
+
     group_id: str
     finished: int
     failed: int
+    replaced: int = 0
     rewards: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EpisodeStatus:
+    """The answer to the query ``status``; ``phase`` is waiting (for room), playing or done."""
+
+    phase: str
+    finished: int
+    lost: int
+
+
+def episode_group_id(tenant_id: str, policy_id: str, run_id: str, index: int) -> str:
+    """The same for every attempt at the same episode, so that its group is made once."""
+    name = "/".join((tenant_id, policy_id, run_id, str(index)))
+    return f"grp_{hashlib.sha256(name.encode()).hexdigest()[:24]}"

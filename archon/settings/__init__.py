@@ -126,6 +126,9 @@ class Settings(BaseSettings):
     data_dir: Path = Field(Path(".archon"), description="Everything that must survive is here.")
     tenant: str = Field("default", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="Tenant.")
     lake: str = Field("", description="Folder or s3:// for captured data; default DATA_DIR/lake.")
+    lake_interval: float = Field(
+        30.0, ge=1, le=86400, description="Seconds between two files of captured data."
+    )
     checkpoints: str = Field("", description="Folder of checkpoints; default DATA_DIR/checkpoints.")
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     postgres: PostgresSettings = Field(default_factory=PostgresSettings)

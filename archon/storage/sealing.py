@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import (
     CloseReason,
+    Group,
     Interaction,
     PolicySettings,
     Return,
@@ -149,9 +150,9 @@ async def _credit(c: AsyncConnection, case: _Case, told: Settled) -> Settled:
 
 async def _end(c: AsyncConnection, case: _Case, told: Settled, state: SessionState) -> Settled:
     """Without samples, but the session's group need not wait for it any more."""
-    await _lock_group(c, case.session.group_id)
+    await lock_group(c, case.session.group_id)
     await _update(c, case, dataclasses.replace(case.session, state=state, sealed_at=case.now))
-    await _finish_group(c, case.session)
+    await finish_group(c, case.session)
     return dataclasses.replace(told, state=state.value)
 
 
@@ -159,7 +160,7 @@ async def _seal(
     c: AsyncConnection, case: _Case, told: Settled, calls: Sequence[Interaction]
 ) -> Settled:
     session = case.session
-    group_state = await _lock_group(c, session.group_id)
+    group_state = await lock_group(c, session.group_id)
     first = session.state != SessionState.SEALED
     value = discounted(calls, case.rewards, case.policy.gamma)
     revision, newest = (0, {}) if first else await _newest_returns(c, session.session_id)
@@ -192,7 +193,7 @@ async def _seal(
     )
     await _update(c, case, sealed)
     if first:
-        await _finish_group(c, session)
+        await finish_group(c, session)
     return dataclasses.replace(
         told, state=sealed.state.value, samples=samples, revision=revision + 1, late=late
     )
@@ -325,14 +326,15 @@ SELECT pg_notify(:channel, :payload) FROM moved
 """)
 
 
-async def _lock_group(c: AsyncConnection, group_id: str) -> str:
+async def lock_group(c: AsyncConnection, group_id: str) -> str:
     """Members of a group finish one after the other, so that the last one sees that it is."""
     row = (await c.execute(_LOCK_GROUP, {"group_id": group_id})).one_or_none()
     assert row is not None, f"group {group_id} has members but no row"
     return str(row.state)
 
 
-async def _finish_group(c: AsyncConnection, session: Session) -> None:
+async def finish_group(c: AsyncConnection, session: Session | Group) -> None:
+    """open → ready or done, where the group (of the session) is whole."""
     parameters: dict[str, Any] = {
         "group_id": session.group_id,
         "channel": READY_CHANNEL,
