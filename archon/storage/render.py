@@ -9,12 +9,14 @@ import types
 import typing
 from datetime import datetime
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 from sqlmodel import Field, SQLModel
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _SQL: dict[Any, Any] = {
     str: sa.Text(),
@@ -23,14 +25,6 @@ _SQL: dict[Any, Any] = {
     bool: sa.Boolean(),
     bytes: sa.LargeBinary(),
     datetime: sa.DateTime(timezone=True),
-}
-_ARROW: dict[Any, pa.DataType] = {
-    str: pa.string(),
-    int: pa.int64(),
-    float: pa.float64(),
-    bool: pa.bool_(),
-    bytes: pa.binary(),
-    datetime: pa.timestamp("us", tz="UTC"),
 }
 
 
@@ -76,11 +70,21 @@ def table(
     return typing.cast(sa.Table, model.__table__)  # type: ignore[attr-defined]
 
 
-def arrow_schema(record: type, without: frozenset[str] = frozenset()) -> pa.Schema:
+def arrow_schema(record: type, without: frozenset[str] = frozenset()) -> "pa.Schema":
     """The Arrow schema of a record; JSON fields are strings. ``without`` names what changes."""
+    import pyarrow as pa  # most processes need the tables only, and start faster without it
+
+    kinds: dict[Any, pa.DataType] = {
+        str: pa.string(),
+        int: pa.int64(),
+        float: pa.float64(),
+        bool: pa.bool_(),
+        bytes: pa.binary(),
+        datetime: pa.timestamp("us", tz="UTC"),
+    }
     return pa.schema(
         [
-            pa.field(name, _ARROW.get(plain, pa.string()), nullable=nullable)
+            pa.field(name, kinds.get(plain, pa.string()), nullable=nullable)
             for name, (plain, nullable) in fields(record).items()
             if name not in without
         ]
