@@ -137,10 +137,17 @@ class EngineClient:
     ) -> UpdateResult:
         body = {"version": version, "path": path, "sha256": sha256, "rollback": rollback}
         answer = await self._call("POST", "/update", orjson.dumps(body))
-        return UpdateResult(answer["version"], answer["changed"], answer["seconds"])
+        try:
+            return UpdateResult(answer["version"], answer["changed"], answer["seconds"])
+        except (KeyError, TypeError) as e:
+            raise EngineDied(self.base_url, f"unreadable answer to an update: {e!r}") from e
 
     async def versions(self) -> EngineVersions:
-        return parse_versions(await self._call("GET", "/versions", None))
+        answer = await self._call("GET", "/versions", None)
+        try:
+            return parse_versions(answer)
+        except (KeyError, TypeError, AttributeError) as e:
+            raise EngineDied(self.base_url, f"unreadable answer to versions: {e!r}") from e
 
     async def health(self) -> None:
         """Returns when the process answers, empty or not; else raises."""

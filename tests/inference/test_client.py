@@ -191,6 +191,19 @@ async def test_update_versions_conflict_and_rollback() -> None:
             assert (await client.versions()).version == 4
 
 
+async def test_an_answer_in_another_shape_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def odd(self: ScriptedEngine, request: object) -> dict[str, object]:
+        return {"version": 5}
+
+    monkeypatch.setattr(ScriptedEngine, "_control", odd)
+    with ScriptedEngine(version=1) as engine:
+        async with EngineClient(engine.url) as client:
+            with pytest.raises(EngineDied, match="unreadable answer to versions"):
+                await client.versions()
+            with pytest.raises(EngineDied, match="unreadable answer to an update"):
+                await client.update(5, "/weights/v5")
+
+
 async def test_requests_are_held_while_paused() -> None:
     with ScriptedEngine(default=Answer([11]), version=1) as engine:
         async with EngineClient(engine.url) as client:

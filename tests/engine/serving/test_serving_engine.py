@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -238,8 +241,6 @@ def _not_finite(folder: Path) -> None:
 
 
 def _other_model(folder: Path) -> None:
-    from dataclasses import replace
-
     save(folder, 9, replace(QWEN3, rope_theta=5000.0))
 
 
@@ -275,6 +276,24 @@ async def test_spoilt_weights_are_refused_and_the_old_ones_serve_on(
     assert refused.value.code == 400
     assert (await served.versions()).version == 1
     assert await served.complete(LONG) == before
+
+
+async def test_shards_are_one_model(served: EngineClient, tmp_path: Path) -> None:
+    model = save(tmp_path, 9)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names, shards = sorted(tensors), ("model-00001-of-00002", "model-00002-of-00002")
+    placed: dict[str, str] = {}
+    for shard, part in zip(shards, (names[:4], names[4:]), strict=True):
+        save_file({n: tensors[n] for n in part}, tmp_path / f"{shard}.safetensors")
+        placed |= dict.fromkeys(part, f"{shard}.safetensors")
+    index = json.dumps({"weight_map": placed})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    data = b"".join((tmp_path / f"{shard}.safetensors").read_bytes() for shard in shards)
+    assert (await served.update(2, str(tmp_path), hashlib.sha256(data).hexdigest())).changed
+    result = await served.complete(LONG)
+    expected = forced(model, LONG.token_ids, result.token_ids)
+    assert result.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 async def test_a_wrong_digest_is_refused(served: EngineClient, folders: Path) -> None:
@@ -417,6 +436,14 @@ async def test_the_context_bounds_the_answer(served: EngineClient) -> None:
     prompt = tuple(i % 32 for i in range(63))
     result = await served.complete(GenerateRequest("r", prompt, SamplingParams(100, seed=1)))
     assert (len(result.token_ids), result.finish_reason) == (1, "length")
+
+
+async def test_null_max_tokens_is_all_that_is_left(served: EngineClient, url: str) -> None:
+    body = {"token_ids": [3, 17, 4], "sampling_params": {"max_tokens": None, "seed": 1}}
+    async with httpx.AsyncClient() as http:
+        answer = (await http.post(f"{url}/inference/v1/generate", json=body)).json()
+    assert len(answer["choices"][0]["token_ids"]) == 61
+    assert answer["prompt_logprobs"] is None
 
 
 async def test_stop_token_ends_the_answer(served: EngineClient) -> None:
