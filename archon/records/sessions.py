@@ -30,11 +30,14 @@ class SessionState(StrEnum):
 
 
 class CloseReason(StrEnum):
+    """``lost``: the agent run failed; the session is no member of its group any more."""
+
     REWARD = "reward"
     END = "end"
     IDLE = "idle"
     REFRESH = "refresh"
     TIMEOUT = "timeout"
+    LOST = "lost"
 
 
 class GroupState(StrEnum):

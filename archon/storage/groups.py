@@ -16,7 +16,6 @@ from archon.records import (
     GroupState,
     PolicySettings,
     SampleState,
-    SessionState,
     loads,
 )
 from archon.records.messages import GroupPlan
@@ -98,21 +97,25 @@ async def lose_member(
         s.labels["member"].astext == str(member),
         s.labels["attempt"].astext == str(attempt),
     )
-    query = sa.update(t.session).where(mine).values(trainable=False)
-    lost = (await c.execute(query.returning(s.session_id, s.state))).all()
-    for row in lost:
-        if row.state == SessionState.OPEN.value:
-            await close_session(c, group.tenant_id, row.session_id, CloseReason.END, now)
+    lost = list(
+        (await c.execute(sa.select(s.session_id).where(mine).order_by(s.session_id))).scalars()
+    )
+    for session_id in lost:
+        await close_session(c, group.tenant_id, session_id, CloseReason.LOST, now)
+    await c.execute(
+        sa.update(t.session)
+        .where(s.session_id.in_(lost))
+        .values(trainable=False, close_reason=CloseReason.LOST.value)
+    )
     await lock_group(c, group_id)  # after the sessions, as sealing does
     await c.execute(
         sa.update(t.sample)
         .where(
-            t.sample.c.session_id.in_([row.session_id for row in lost]),
+            t.sample.c.session_id.in_(lost),
             t.sample.c.state == SampleState.FREE.value,
         )
         .values(state=SampleState.DROPPED.value, drop_reason=LOST_MEMBER)
     )
-    await finish_group(c, group)
     return len(lost)
 
 

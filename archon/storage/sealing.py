@@ -309,7 +309,7 @@ _LOCK_GROUP = sa.text("SELECT state FROM rollout_group WHERE group_id = :group_i
 # to train on is over at once.
 _FINISH_GROUP = sa.text("""
 WITH members AS (
-  SELECT count(*) AS n,
+  SELECT count(*) FILTER (WHERE close_reason <> 'lost') AS n,
          count(*) FILTER (WHERE state = 'sealed' AND trainable) AS sealed,
          count(*) FILTER (WHERE state IN ('open', 'closed') AND trainable) AS waiting
   FROM session WHERE group_id = :group_id
