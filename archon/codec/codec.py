@@ -85,8 +85,7 @@ class Codec:
         if messages_digest(messages[:size]) != messages_digest(messages_through_answer):
             return None
         plain, seen_tools = plain_messages(messages), self._tools(tools)
-        if plain[size - 1]["role"] != "assistant":
-            return None
+        assert plain[size - 1]["role"] == "assistant", "the last message of the past is the answer"
 
         def text(count: int, prompt: bool) -> str:
             return self._template.text(plain[:count], seen_tools, prompt, **template_kwargs)
@@ -150,8 +149,10 @@ class Codec:
 
     def _tools(self, tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
         plain = plain_tools(tools)
-        if plain and not (self._template.takes_tools and self._format.with_tools):
-            raise CodecError("this model takes no tools", "tools")
+        if plain and not self._template.takes_tools:
+            raise CodecError("this model's chat template takes no tools", "tools")
+        if plain and not self._format.with_tools:
+            raise CodecError("this model's way to write tool calls cannot be read", "tools")
         return plain
 
     def _said(self, output_ids: Sequence[int]) -> str:
@@ -159,18 +160,15 @@ class Codec:
         return self.decode(output_ids[: len(output_ids) - stopped])
 
     def _encode_after(self, text: str) -> list[int]:
-        """Ids of text that stands after other text: no beginning-of-text marks."""
-        if self._anchor is None:
-            return self.encode(text)
-        return self.encode(self._anchor + text)[1:]
+        """Ids of text that stands after other text: some tokenizers treat a beginning apart."""
+        return self.encode(self._anchor + text)[1:] if self._anchor else self.encode(text)
 
-    def _find_anchor(self) -> str | None:
-        """A special token to stand before a text, if the tokenizer treats a beginning apart."""
+    def _find_anchor(self) -> str:
+        """A special token to encode a text after; it takes nothing of that text."""
         for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
-            ids = self.encode(f"{token.content}ab")
-            if token.special and ids[:1] == [token_id]:
-                return token.content if ids[1:] != self.encode("ab") else None
-        return None
+            if token.special and not token.rstrip and self.encode(token.content) == [token_id]:
+                return token.content
+        return ""
 
     def _digest(self, folder: ModelFolder) -> str:
         settings = [self._template.source, folder.special_tokens, self.stop_token_ids]

@@ -138,6 +138,17 @@ def test_reasoning_that_the_template_drops_makes_a_fork(codec: Loader) -> None:
     assert "hm" not in made.decode(made.render(after, None))
 
 
+def test_a_prompt_that_opens_thinking_which_the_past_does_not_show_makes_a_fork(
+    codec: Loader,
+) -> None:
+    made, messages = codec("items"), [user("a")]
+    prompt, output, answer = answered(made, messages, "hm\n</think>\n\none<|end|>")
+    assert answer == said("one", reasoning="hm")
+    for back in (answer, said("one")):
+        after = [*messages, back, user("b")]
+        assert made.extend(prompt, output, after[:2], after, None) is None
+
+
 def test_reasoning_within_a_run_of_tools_stands_and_ends_with_it(codec: Loader) -> None:
     made, messages = codec("qwen3"), [user("a")]
     prompt, output, answer = answered(
@@ -211,6 +222,21 @@ def test_an_answer_of_which_the_template_trims_some_stands(codec: Loader) -> Non
     assert new == prompt + output + made.encode(tail + head)
 
 
+def test_a_turn_that_ends_in_two_ways_makes_a_fork(tmp_path: Path) -> None:
+    """Only the end of a plain answer is known; that of a call is another here."""
+    ends = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+        "{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+        "{{ '<|im_start|>' if m.tool_calls else '<|im_end|>' }}{% endfor %}{{ '' if tools }}"
+    )
+    made = Codec.load(write_model(tmp_path, "qwen25", ends))
+    for text in ("one", f" {CALL}"):
+        prompt, output, answer = answered(made, [user("a")], f"{text}<|im_end|>", TOOLS)
+        after = [user("a"), answer, user("b")]
+        new = made.extend(prompt, output, after[:2], after, TOOLS)
+        assert (new is None) == (text != "one")
+
+
 def test_a_template_that_hides_answers_never_extends(tmp_path: Path) -> None:
     hiding = (
         "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}{% endfor %}"
@@ -222,26 +248,25 @@ def test_a_template_that_hides_answers_never_extends(tmp_path: Path) -> None:
     assert made.extend(prompt, output, after[:2], after, None) is None
 
 
-def test_a_tokenizer_that_treats_a_beginning_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["</s>", "c"])
+def test_a_tokenizer_that_treats_a_beginning_apart(end: str, tmp_path: Path) -> None:
     """SentencePiece-like: a space is put before a text, and must not be put before a tail."""
     template = (
         "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' "
-        "else m.content + '</s>' }}{% endfor %}"
+        f"else m.content + '{end}' }}}}{{% endfor %}}"
     )
     folder = write_model(tmp_path, "alternating", template)
-    words = [f"{space}{word}" for word in ("a", "b", "c", "ab") for space in ("", "▁")]
-    vocabulary = {word: at for at, word in enumerate(["<unk>", "▁", *words])}
+    words = ["<unk>", "▁", *(space + word for word in "abc" for space in ("", "▁"))]
+    vocabulary = {word: at for at, word in enumerate([*words, "<s>", "</s>", "[INST]", "[/INST]"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    specials = ["<s>", "</s>", "[INST]", "[/INST]"]
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in specials])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in [*vocabulary][-4:]])
     tokenizer.save(str(folder / "tokenizer.json"))
     made = Codec.load(folder)
     prompt, output = made.render([user("a")], None), [vocabulary["b"]]
     after = [user("a"), said("b"), user("c")]
-    whole = made.render(after, None)
-    assert made.extend(prompt, output, after[:2], after, None) == whole
-    assert whole[-2] == vocabulary["c"]
+    new = made.extend(prompt, output, after[:2], after, None)
+    assert new == prompt + output + [vocabulary[one] for one in (end, "[INST]", "c", "[/INST]")]
 
 
 def test_an_end_token_that_swallows_the_break_after_it(tmp_path: Path) -> None:

@@ -90,6 +90,14 @@ def test_two_calls(family: str, codec: Loader, oracle: Any) -> None:
     assert codec(family).render(TWO_CALLS, TOOLS) == oracle(family, TWO_CALLS, TOOLS)
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_each_name_of_reasoning_reaches_the_template(key: str, codec: Loader, oracle: Any) -> None:
+    messages = [user("a"), said("b") | {key: "so it is"}, user("c")]
+    ours = codec("alternating").render(messages, None)
+    assert "because so it is" in codec("alternating").decode(ours)
+    assert ours == oracle("alternating", messages)
+
+
 @pytest.mark.parametrize("messages", THOUGHTS)
 @pytest.mark.parametrize("thinking", [{}, {"enable_thinking": False}])
 def test_thoughts(messages: Any, thinking: dict[str, bool], codec: Loader, oracle: Any) -> None:
@@ -185,12 +193,15 @@ def test_a_bad_conversation_is_refused_with_its_place(
     assert caught.value.param == param
 
 
-def test_tools_are_refused_where_calls_cannot_be_read(codec: Loader) -> None:
+def test_tools_are_refused_where_calls_cannot_be_read(codec: Loader, tmp_path: Path) -> None:
     for family in ("plain", "items"):
         with pytest.raises(CodecError) as caught:
             codec(family).render([user("x")], TOOLS)
         assert caught.value.param == "tools"
         assert codec(family).render([user("x")], []) == codec(family).render([user("x")], None)
+    foreign = "<tool_call>\n<function=f>{{ tools | tojson }}"
+    with pytest.raises(CodecError, match="cannot be read"):
+        Codec.load(write_model(tmp_path, "plain", foreign)).render([user("x")], TOOLS)
     with pytest.raises(CodecError) as caught:
         codec("qwen3").render([user("x")], [{"type": "function"}])
     assert caught.value.param == "tools[0].function.name"
@@ -202,6 +213,7 @@ def test_tools_are_refused_where_calls_cannot_be_read(codec: Loader) -> None:
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
         "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{% set n = namespace(__class__=1) %}",
         "{{ messages[0].missing.deeper }}",
         "{{ raise_exception('no') }}",
         "{{ 1 // 0 }}",
