@@ -15,7 +15,7 @@ from archon.stack.plan import Plan, check, flags_as_environment, make_folders
 from archon.stack.process import python
 from archon.stack.state import holder, read_state
 
-_DETACHED_TIMEOUT_S = 120.0
+_DETACHED_TIMEOUT_S = 200.0
 
 
 def up(settings: Settings, flags: dict[str, Any], detach: bool) -> None:

@@ -27,7 +27,7 @@ from archon.stack.state import Lock, ended_unclean, write_state
 if TYPE_CHECKING:
     from temporalio.client import Client
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 180.0
 _STOP_ORDER = (("gateway",), ("worker", "trainer", "rep_"), ("temporal", "postgres"))
 
 

@@ -46,7 +46,7 @@ class Installation:
             env=self.environment(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
 
