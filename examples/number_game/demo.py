@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from rich.text import Text
 
 from archon.stack import database_url
 from examples.number_game import curves, plots
-from examples.number_game.settings import CONFIG, EPISODES_PER_SECOND, STEPS
+from examples.number_game.settings import CONFIG, EPISODES_PER_SECOND, STEPS, tasks
 from tests.kit.invariants import check_invariants
 
 HERE = Path(__file__).resolve().parent
@@ -62,11 +61,9 @@ def prepare(folder: Path, seed: int, groups: int) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_policy(folder / "model", seed)
-    draw = random.Random(seed)
-    with (folder / "tasks.jsonl").open("w") as tasks:
-        for number in range(groups):
-            task = {"task_id": f"number-{number}", "target": draw.randint(1, 4)}
-            tasks.write(json.dumps(task) + "\n")
+    with (folder / "tasks.jsonl").open("w") as lines:
+        for number, task in enumerate(tasks(groups, seed)):
+            lines.write(json.dumps({"task_id": f"number-{number}", **task}) + "\n")
     config = folder / "archon.toml"
     config.write_text(CONFIG.format(data_dir=folder.absolute(), model=folder.absolute() / "model"))
     return config

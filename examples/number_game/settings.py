@@ -42,6 +42,7 @@ max_tokens = 1
 max_model_len = 64
 close_on = "reward"
 close_grace = 0.5
+late_window = 0
 """
     f"batch_groups = {GROUPS_PER_STEP}\n"
     f"max_staleness = {MAX_STALENESS}\n"
