@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError, TimeoutError, TimeoutType
+from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError, TimeoutType
 
 with workflow.unsafe.imports_passed_through():
     from archon.records.messages import (
@@ -94,10 +94,8 @@ class EpisodeWorkflow:
                 result = await self._run(number, attempt)
             except ActivityError as error:
                 result = MemberResult("", False, error=f"{error.cause or error}"[:300])
-                host_is_gone = isinstance(error.cause, TimeoutError) and (
-                    error.cause.type == TimeoutType.HEARTBEAT
-                )
-                hosts, failures = hosts + host_is_gone, failures + (not host_is_gone)
+                gone = _host_is_gone(error)
+                hosts, failures = hosts + gone, failures + (not gone)
             else:
                 failures += not result.ok
             if result.ok:
@@ -141,3 +139,11 @@ class EpisodeWorkflow:
             start_to_close_timeout=timedelta(seconds=60),
             retry_policy=_RETRY,
         )
+
+
+def _host_is_gone(error: ActivityError) -> bool:
+    """The agent did not fail: the process that ran it was stopped or killed."""
+    cause = error.cause
+    if isinstance(cause, ApplicationError):
+        return cause.type == "HostStopped"
+    return isinstance(cause, TimeoutError) and cause.type == TimeoutType.HEARTBEAT
