@@ -26,6 +26,7 @@ from engine.models import Decoder, PackedCausal
 from engine.training.batch import Batch
 
 MICRO_BATCH_TOKENS = 8192
+MICRO_BATCH_LOGITS = 1 << 28
 Progress = Callable[[str, int, int], None]
 
 
@@ -92,19 +93,19 @@ def train_step(
     seed: int,
     progress: Progress,
     spans: Spans,
-    micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+    micro_batch_tokens: int | None = None,
 ) -> dict[str, float]:
     """Change `state` by one step and return the metrics. `batch` has a signal."""
     if algorithm.kl_coef:
         raise ValueError("algorithm.kl_coef: the manifest names no reference policy; set it to 0")
     _configure(state.optimizer, algorithm)
+    size = micro_batch_tokens or _micro_batch_size(state.model)
     epochs = [
-        _minibatches(batch, algorithm.minibatches, seed, epoch, micro_batch_tokens)
+        _minibatches(batch, algorithm.minibatches, seed, epoch, size)
         for epoch in range(algorithm.epochs)
     ]
     with spans("logprobs"):
-        proximal_T = _proximal(state.model, batch, algorithm.temperature, micro_batch_tokens)
-        progress("logprobs", 1, 1)
+        proximal_T = _proximal(state.model, batch, algorithm.temperature, size, progress)
     total = sum(len(minibatch) for epoch in epochs for minibatch in epoch)
     totals, done = Totals(), 0
     for minibatch in (minibatch for epoch in epochs for minibatch in epoch):
@@ -120,6 +121,11 @@ def train_step(
         failpoint("trainer.mid_step")
     state.step += 1
     return totals.metrics() | batch.metrics | {"tokens": float(batch.trained_tokens)}
+
+
+def _micro_batch_size(model: Decoder) -> int:
+    """Tokens; fewer for a large vocabulary, whose logits are the largest thing in memory."""
+    return max(1, min(MICRO_BATCH_TOKENS, MICRO_BATCH_LOGITS // model.config.vocab_size))
 
 
 def _configure(optimizer: torch.optim.AdamW, algorithm: AlgorithmSettings) -> None:
@@ -190,15 +196,19 @@ def _pick(logprobs_AV: Tensor, label_A: Tensor) -> Tensor:
     return logprobs_AV.gather(1, label_A[:, None]).squeeze(1)
 
 
-def _proximal(model: Decoder, batch: Batch, temperature: float, micro_tokens: int) -> Tensor:
+def _proximal(
+    model: Decoder, batch: Batch, temperature: float, micro_tokens: int, progress: Progress
+) -> Tensor:
     """Log-probs of the trained tokens under the weights that the step starts from."""
     samples = [s for s in range(len(batch.bounds) - 1) if _trained(batch, s)]
     dtype = torch.promote_types(torch.float32, next(model.parameters()).dtype)
     proximal_T = torch.zeros(len(batch.tokens_T), dtype=dtype)
+    micro_batches = _micro_batches(batch, samples, micro_tokens)
     with torch.no_grad():
-        for micro in _micro_batches(batch, samples, micro_tokens):
+        for done, micro in enumerate(micro_batches, start=1):
             logprobs_AV = _log_softmax(model, micro, temperature)
             proximal_T[micro.index_A] = _pick(logprobs_AV, micro.label_A)
+            progress("logprobs", done, len(micro_batches))
     return proximal_T
 
 
