@@ -162,3 +162,31 @@ def test_a_long_call_is_not_read_again_with_every_token(
     body = '{"name": "run", "arguments": {"text": "' + "if (a < b) {} " * 300 + '"}}'
     answer = one_by_one(made, made.encode(f"<tool_call>{body}</tool_call>"), "stop")
     assert len(answer.tool_calls) == len(tried) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen25", "items"])
+def test_tags_spelled_letter_by_letter(family: str, codec: Loader) -> None:
+    made = codec(family)
+    think = "hm\n</think>\n\n" if family == "items" else "<think>\nhm\n</think>\n\n"
+    call = 'yes\n<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>'
+    letters = [one for letter in f"{think}{call}" for one in made.encode(letter)]
+    answer = one_by_one(made, letters, "stop")
+    assert answer == streamed(made, letters, [])[1]
+    if family == "qwen25":
+        assert answer.content == f"{think}yes"
+    else:
+        assert answer.reasoning == "hm"
+    if family == "items":
+        assert answer.content == call
+    else:
+        assert [one["id"] for one in answer.tool_calls] == ["call_0"]
+
+
+def test_a_stop_token_that_did_not_stop_is_shown(codec: Loader) -> None:
+    made = codec("plain")
+    stream = made.stream()
+    end = made.encode("<|im_end|>")
+    assert stream.push(made.encode("a") + end) == [Delta(content="a")]
+    assert stream.push(end) == [Delta(content="<|im_end|>")]
+    assert stream.push(made.encode("b")) == [Delta(content="<|im_end|>b")]
+    assert stream.finish("length") == []
