@@ -5,6 +5,7 @@ started again with the same id goes on where it was: what is finished is not pla
 """
 
 import asyncio
+import functools
 import json
 import math
 import random
@@ -158,7 +159,7 @@ class Driver:
 
     async def _lane(self, indices: Iterator[int]) -> None:
         for index in indices:
-            handle = await _patiently(lambda index=index: self._started(index))
+            handle = await _patiently(functools.partial(self._started, index))
             try:
                 self.tally.add(await _patiently(handle.result))
             except WorkflowFailureError as error:

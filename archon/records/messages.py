@@ -6,6 +6,7 @@ and digest. Workflow ids and task queues are made here and nowhere else.
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 ATTR_TENANT, ATTR_POLICY, ATTR_STATUS = "TenantId", "PolicyId", "ArchonStatus"
 ATTR_SESSION, ATTR_VERSION, ATTR_ATTENTION = "SessionId", "PolicyVersion", "Attention"
@@ -336,7 +337,7 @@ class EpisodeInput:
     tenant_id: str
     policy_id: str
     task_id: str
-    task: dict[str, object]
+    task: dict[str, Any]
     size: int
     queue_prefix: str
     episode_timeout: float = 600.0
@@ -369,7 +370,7 @@ class EpisodeMember:
     attempt: int
     group_id: str
     task_id: str
-    task: dict[str, object]
+    task: dict[str, Any]
     size: int
     timeout: float
     trainable: bool
