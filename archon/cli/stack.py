@@ -12,7 +12,7 @@ from archon.settings import Settings
 from archon.stack.errors import StackError
 from archon.stack.logs import Follower, last_lines, log_file
 from archon.stack.plan import Plan, check, flags_as_environment, make_folders
-from archon.stack.process import python
+from archon.stack.process import environment, python
 from archon.stack.state import holder, read_state
 
 _DETACHED_TIMEOUT_S = 200.0
@@ -68,7 +68,6 @@ def _up_detached(settings: Settings, flags: dict[str, Any]) -> None:
             "See `archon status`; stop it with `archon down`."
         )
     log = log_file(settings.data_dir.absolute() / "logs", "supervisor")
-    environment = {**os.environ, **flags_as_environment(flags)}
     with log.open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
@@ -77,7 +76,7 @@ def _up_detached(settings: Settings, flags: dict[str, Any]) -> None:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            env=environment,
+            env={**environment(), **flags_as_environment(flags)},
         )
     deadline = time.monotonic() + _DETACHED_TIMEOUT_S
     while time.monotonic() < deadline:

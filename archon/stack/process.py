@@ -61,17 +61,22 @@ def python(module: str, *args: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, *args)
 
 
+def environment() -> dict[str, str]:
+    """Ours, with our packages on Python's path wherever the child is started."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
 def popen_arguments(spec: Spec, output: int) -> dict[str, Any]:
     """Keyword arguments for ``subprocess.Popen`` and ``asyncio.create_subprocess_exec``.
 
     A session of its own keeps the terminal's Ctrl-C for the supervisor.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     arguments: dict[str, Any] = {
         "stdin": -3 if _on_linux() else -1,
         "stdout": output,
         "stderr": output,
-        "env": {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **spec.env},
+        "env": {**environment(), **spec.env},
         "start_new_session": True,
     }
     if spec.user is not None:

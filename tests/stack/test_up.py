@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from archon.stack.process import environment
 from tests.kit.stack import short_folder
 
 pytestmark = [pytest.mark.stack, pytest.mark.kill, pytest.mark.timeout(300)]
@@ -43,23 +44,19 @@ class Installation:
         return subprocess.run(
             [sys.executable, "-m", "archon.cli", *arguments],
             cwd=self.folder,
-            env=self.environment(),
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=240,
             check=False,
         )
 
-    def environment(self) -> dict[str, str]:
-        root = str(Path(__file__).resolve().parents[2])
-        return {**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
-
     def up(self) -> None:
         """Start in the foreground and wait until it is ready."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "archon.cli", "up"],
             cwd=self.folder,
-            env=self.environment(),
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
