@@ -1,8 +1,7 @@
 """The clipped policy-gradient loss of a token, against the proximal policy.
 
 Callers pass only tokens that are trained: what is masked is selected away before it gets here, so
-no infinity of a masked place can reach an exponential or a gradient. Sums over tokens are divided
-by a *global* token count by the caller, never averaged per rank or micro-batch.
+no infinity of a masked place can reach an exponential or a gradient.
 
 Clipping: Schulman et al., 2017 (arXiv 1707.06347), with a higher upper bound as in DAPO (Yu et
 al., 2025, arXiv 2503.14476). Dual clip: Ye et al., 2020 (arXiv 1912.09729).
@@ -51,3 +50,8 @@ def clipped_surrogate(
         loss_T = torch.where(dual_T, ceiling_T, loss_T)
         clipped_T = clipped_T | dual_T
     return Surrogate(loss_T, ratio_T.detach(), clipped_T.detach())
+
+
+def token_mean(loss_T: Tensor, global_tokens: int) -> Tensor:
+    """This part's share of the mean over all tokens: shares of micro-batches and ranks add up."""
+    return loss_T.sum() / global_tokens

@@ -20,7 +20,7 @@ from torch import Tensor
 from archon.failpoints import failpoint
 from archon.records.policy import AlgorithmSettings
 from engine.algorithms import importance, kl
-from engine.algorithms.policy_loss import clipped_surrogate
+from engine.algorithms.policy_loss import clipped_surrogate, token_mean
 from engine.checkpoint import TrainerState
 from engine.models import Decoder, PackedCausal
 from engine.training.batch import Batch
@@ -235,7 +235,7 @@ def _backward(
     weight_A = importance.truncated(proximal_A, behaviour_A, algorithm.behaviour_cap)
     entropy_A = -(logprobs_AV.exp() * logprobs_AV).sum(-1)
     loss_A = weight_A * surrogate.loss_T - algorithm.entropy_coef * entropy_A
-    (loss_A.sum() / count).backward()
+    token_mean(loss_A, count).backward()
     totals.tokens += len(logprob_A)
     totals.ratio_max = max(totals.ratio_max, float(surrogate.ratio_T.max()))
     totals.weight_max = max(totals.weight_max, float(weight_A.max()))

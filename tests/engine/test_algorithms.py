@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.algorithms import advantages, importance, kl
 from engine.algorithms.advantages import Scored
-from engine.algorithms.policy_loss import clipped_surrogate
+from engine.algorithms.policy_loss import clipped_surrogate, token_mean
 
 
 def group(values: list[float], group_id: str = "g") -> list[Scored]:
@@ -162,6 +162,11 @@ def test_window_golden() -> None:
     assert total.item() == -0.5
     assert logprob_T.grad is not None
     assert logprob_T.grad.tolist() == [0.0, -0.5]
+
+
+def test_token_mean_golden() -> None:
+    parts = [torch.tensor([4.0]), torch.tensor([1.0, 1.0, 1.0])]
+    assert sum(token_mean(part, 4).item() for part in parts) == 1.75
 
 
 def finite(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The step: its gradient against plain formulas, its invariances, and what it refuses."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine import checkpoint
 from engine.checkpoint import TrainerState
 from engine.models import PackedCausal
 from engine.training.batch import Batch, build
-from engine.training.step import Spans, train_step
+from engine.training.step import Spans, _minibatches, train_step
 from tests.engine.batches import VOCAB, Made, assemble, make_batch, make_model, quiet, two_groups
 
 ONE_PASS = AlgorithmSettings(epochs=1, minibatches=1, lr=0.0, max_grad_norm=1e6)
@@ -126,9 +127,17 @@ def test_tokens_that_are_not_trained_count_in_no_denominator() -> None:
     assert furthest(gradients(other), gradients(reference)) < 1e-6
 
 
-def redigest(manifest: BatchManifest, columns: dict[str, Tensor]) -> list[Any]:
-    import hashlib
+def test_what_stands_in_masked_places_reaches_nothing() -> None:
+    manifest, columns = assemble(two_groups())
+    reference, expected = run(build(columns, manifest, VOCAB), ONE_PASS)
+    columns["logprobs"][columns["mask"] == 0] = -torch.inf
+    manifest = dataclasses.replace(manifest, samples=tuple(redigest(manifest, columns)))
+    other, metrics = run(build(columns, manifest, VOCAB), ONE_PASS)
+    assert metrics == expected
+    assert furthest(gradients(other), gradients(reference)) == 0.0
 
+
+def redigest(manifest: BatchManifest, columns: dict[str, Tensor]) -> list[Any]:
     found = []
     offsets = columns["offsets"].tolist()
     for sample, start, end in zip(manifest.samples, offsets, offsets[1:], strict=False):
@@ -147,8 +156,6 @@ def redigest(manifest: BatchManifest, columns: dict[str, Tensor]) -> list[Any]:
 
 
 def test_minibatches_cover_every_token_once_an_epoch_in_an_order_of_the_seed() -> None:
-    from engine.training.step import _minibatches
-
     _, batch = make_batch()
     trained = set(batch.trained_T.nonzero().squeeze(1).tolist())
     orders = []

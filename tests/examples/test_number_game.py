@@ -6,16 +6,20 @@ import os
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
+from archon.records import PolicySettings, loads
+from archon.records.policy import AlgorithmSettings
 from engine.models import ModelConfig, hf
-from examples.number_game import settings
+from examples.number_game import bare_loop, settings
 from examples.number_game.game import NumberGame
 from examples.number_game.model import write_policy
 
@@ -126,6 +130,22 @@ def test_an_episode_is_one_growing_sequence_of_few_tokens(tmp_path: Path) -> Non
         before = ids + tokenizer.encode(move)
         messages.append({"role": "assistant", "content": move})
     assert len(before) <= 64
+
+
+def test_the_policy_learns_the_game_one_version_behind() -> None:
+    torch.set_num_threads(1)
+    algorithm = AlgorithmSettings(**settings.ALGORITHM)
+    curve = bare_loop.learn(seed=1, behind=1, steps=25, algorithm=algorithm)
+    assert curve.first <= 0.15
+    assert sum(curve.rewards[-320:]) / 320 >= 0.4
+
+
+def test_the_demo_s_settings_are_valid() -> None:
+    raw = tomllib.loads(settings.CONFIG.format(data_dir="/d", model="/d/model"))
+    policy = loads(PolicySettings, raw["policies"]["default"])
+    assert policy.algorithm == AlgorithmSettings(**settings.ALGORITHM)
+    assert (policy.model, policy.max_tokens, policy.max_staleness) == ("/d/model", 1, 2)
+    assert policy.batch_groups == settings.GROUPS_PER_STEP
 
 
 class Gateway(ThreadingHTTPServer):
