@@ -5,10 +5,13 @@ had left. A configuration that cannot be served safely ends it at once, with the
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+from collections.abc import Iterator
 
 import uvicorn
 import uvloop
@@ -16,10 +19,10 @@ from pydantic import ValidationError
 
 from archon.settings import Settings
 from gateway.app import create_app
-from gateway.service import build
+from gateway.service import Service, build
 
 log = logging.getLogger("archon.gateway")
-GRACE = 2
+GRACE = 1
 
 
 class _CutOnPurpose(logging.Filter):
@@ -30,6 +33,23 @@ class _CutOnPurpose(logging.Filter):
 
 
 class Server(uvicorn.Server):
+    """Ends with 0 when it is asked to end, where uvicorn would die of the signal once more."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._service.end_calls(GRACE))
+        await super().shutdown(sockets)
+        await ending
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self.handle_exit)
+        yield
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for server in self.servers:
@@ -59,12 +79,12 @@ def main() -> int:
         log_config=None,
         log_level="warning",
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=GRACE + 3,
         proxy_headers=False,
         server_header=False,
         date_header=False,
     )
-    server = Server(config)
+    server = Server(config, service)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve())
     return 0 if server.started else 1

@@ -57,10 +57,12 @@ class ChatCompletions:
         try:
             with self._service.admit():
                 exchange = await prepare(self._service, request)
-                await _unless_gone(call.run(exchange), receive)
+                await self._unless_gone(call.run(exchange), receive)
         except ApiError as error:
             call.outcome = str(error.status)
-            if not call.begun:
+            if call.begun:
+                await call.break_off(error)
+            else:
                 await error.response()(scope, receive, send)
         except ClientDisconnect:
             call.outcome = "gone"
@@ -68,25 +70,28 @@ class ChatCompletions:
             metrics.CALLS.labels(call.policy, call.outcome).inc()
             metrics.SECONDS.observe(time.monotonic() - started)
 
+    async def _unless_gone(self, work: Coroutine[Any, Any, None], receive: Receive) -> None:
+        """Run the call until it is over, its client has left, or this process is to end."""
 
-async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run the call until it is over or its client has left."""
+        async def left() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
-    async def left() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    running, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
-    try:
-        await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not running.done():
-            running.cancel()
-        leaving.cancel()
-    try:
-        await running
-    except asyncio.CancelledError:
-        raise ClientDisconnect from None
+        running, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+        self._service.calls.add(running)
+        try:
+            await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            gone = leaving.done()
+            if not running.done():
+                running.cancel()
+            await running
+        except asyncio.CancelledError:
+            if gone:
+                raise ClientDisconnect from None
+            raise unavailable("this gateway is going down: send the call again") from None
+        finally:
+            self._service.calls.discard(running)
+            leaving.cancel()
 
 
 async def prepare(service: Service, request: Request) -> Exchange:
@@ -205,11 +210,11 @@ class Call:
             await self._keep(InteractionStatus.ABORTED, "abort")
             raise
         except EngineDied as error:
-            await self._fail(InteractionStatus.FAILED, f"the engine died: {error.message}")
-            return
+            await self._keep(InteractionStatus.FAILED, "abort")
+            raise self._broken(f"the engine died: {error.message}") from error
         if reason == "abort":
-            await self._fail(InteractionStatus.ABORTED, "the engine ended this answer early")
-            return
+            await self._keep(InteractionStatus.ABORTED, "abort")
+            raise self._broken("the engine ended this answer early")
         held += self._parser.finish(reason)
         await self._commit(reason)
         await self._finish(held)
@@ -279,14 +284,7 @@ class Call:
         started = time.monotonic()
         row = self._exchange.row(status, reason, answer, self._service.clock())
         winner = self._exchange.winner if status == InteractionStatus.COMPLETE else None
-        try:
-            await self._service.rows.statement(lambda c: put_interaction(c, row, winner))
-        except ApiError as error:
-            if not self.begun:
-                raise
-            self.outcome = str(error.status)
-            await self._break_off(error)
-            raise
+        await self._service.rows.statement(lambda c: put_interaction(c, row, winner))
         metrics.COMMIT_SECONDS.observe(time.monotonic() - started)
 
     async def _finish(self, held: list[Delta]) -> None:
@@ -306,14 +304,10 @@ class Call:
         self._parser.finish("abort")
         await self._store(status, reason, self._parser.answer)
 
-    async def _fail(self, status: InteractionStatus, message: str) -> None:
-        error = unavailable(f"call {self._exchange.interaction_id}: {message}; send it again")
-        await self._keep(status, "abort")
-        if not self.begun:
-            raise error
-        await self._break_off(error)
+    def _broken(self, message: str) -> ApiError:
+        return unavailable(f"call {self._exchange.interaction_id}: {message}; send it again")
 
-    async def _break_off(self, error: ApiError) -> None:
+    async def break_off(self, error: ApiError) -> None:
         """The error event, and no proper end: the server cuts the connection after it."""
         await self._write(event(error.body()))
 

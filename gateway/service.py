@@ -3,9 +3,11 @@
 Invariant: nothing here is needed after a restart; what matters is in Postgres.
 """
 
+import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from archon.records import Clock, IdSource, random_id, system_clock
 from archon.settings import Settings
@@ -32,6 +34,7 @@ class Service:
     clock: Clock
     new_id: IdSource
     inflight: int = 0
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     @contextmanager
     def admit(self) -> Iterator[None]:
@@ -50,6 +53,16 @@ class Service:
         finally:
             self.inflight -= 1
             metrics.INFLIGHT.set(self.inflight)
+
+    async def end_calls(self, grace: float) -> None:
+        """Give running calls ``grace`` seconds, then break them off: their rows are kept."""
+        deadline = time.monotonic() + grace
+        while self.calls and time.monotonic() < deadline:
+            await asyncio.wait(self.calls, timeout=deadline - time.monotonic())
+        for call in self.calls:
+            call.cancel()
+        while self.calls:
+            await asyncio.wait(self.calls)
 
 
 def build(settings: Settings, clock: Clock = system_clock, new_id: IdSource = random_id) -> Service:

@@ -85,9 +85,9 @@ class World:
     async def replica(
         self, engine: ScriptedEngine, policy_id: str = "default", tenant_id: str | None = None
     ) -> str:
-        replica_id = random_id("rep")
+        replica_id, now = random_id("rep"), datetime.now(UTC)
         row = Replica(
-            replica_id, tenant_id or self.tenant, policy_id, engine.url, "scripted", datetime.now(UTC),
+            replica_id, tenant_id or self.tenant, policy_id, engine.url, "scripted", now,
             engine.version, engine.instance,
         )  # fmt: skip
         async with self.database.begin() as c:
@@ -104,10 +104,13 @@ class World:
     async def get(self, path: str, key: str) -> httpx.Response:
         return await self.http.get(path, headers={"authorization": f"Bearer {key}"})
 
-    async def start(self, key: str = ADMIN, **body: Any) -> dict[str, Any]:
+    async def start_anyway(self, key: str = ADMIN, **body: Any) -> httpx.Response:
         if key == ADMIN:
             body = {"tenant": self.tenant, **body}
-        response = await self.post("/rl/start_session", key, body)
+        return await self.post("/rl/start_session", key, body)
+
+    async def start(self, key: str = ADMIN, **body: Any) -> dict[str, Any]:
+        response = await self.start_anyway(key, **body)
         assert response.status_code == 200, response.text
         started: dict[str, Any] = response.json()
         return started
@@ -158,8 +161,8 @@ async def running(
     secrets_of(data_dir)
     settings = Settings(
         data_dir=data_dir,
-        postgres={"url": database_url},  # type: ignore[arg-type]
-        gateway={"port": 0, **(gateway or {})},  # type: ignore[arg-type]
+        postgres={"url": database_url},
+        gateway={"port": 0, **(gateway or {})},
     )
     service = build(settings, **options)
     config = uvicorn.Config(
@@ -172,7 +175,8 @@ async def running(
         await asyncio.sleep(0.005)
         if serving.done():
             await serving
-    url = "http://127.0.0.1:%d" % server.servers[0].sockets[0].getsockname()[1]
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
     model = write_model(folder / "model")
     database = Database(database_url)
     async with httpx.AsyncClient(base_url=url, timeout=20) as http:

@@ -2,6 +2,7 @@
 
 import hashlib
 from array import array
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from archon.storage import tables
 from tests.gateway.kit import World
 from tests.kit.scripted_engine import Answer, ScriptedEngine
 
-USER = {"role": "user", "content": "hello"}
+USER: Any = {"role": "user", "content": "hello"}
 
 
 def floats(data: bytes) -> list[float]:
@@ -126,7 +127,7 @@ async def test_log_probs_of_a_stream_are_whole(ready: World, engine: ScriptedEng
     assert shown == [-1.0, -2.0, -3.0, -4.0]
 
 
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "look",
@@ -148,7 +149,11 @@ async def test_tools_are_rendered_and_calls_parsed(ready: World, engine: Scripte
     assert completion.choices[0].finish_reason == "tool_calls" and message.content == "well"
     assert message.tool_calls is not None
     [call] = message.tool_calls
-    assert call.function.name == "look" and call.function.arguments == '{"q": "x"}'
+    assert (
+        call.type == "function"
+        and call.function.name == "look"
+        and call.function.arguments == '{"q": "x"}'
+    )
     history = [
         USER,
         message.model_dump(exclude_none=True),

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,8 @@ from archon.storage import tables
 from tests.gateway.kit import ADMIN, ENGINE_TOKEN, World
 from tests.kit.scripted_engine import ScriptedEngine
 
-USER = {"role": "user", "content": "hello"}
-CHAT = {"model": "default", "messages": [USER]}
+USER: Any = {"role": "user", "content": "hello"}
+CHAT: Any = {"model": "default", "messages": [USER]}
 POLICIES = ("red", "blue")
 
 

@@ -1,5 +1,7 @@
 """Sessions, groups, rewards and ends over HTTP."""
 
+from typing import Any
+
 import pytest
 
 from archon.records import random_id
@@ -7,7 +9,7 @@ from archon.storage import tables
 from tests.gateway.kit import ADMIN, World
 from tests.kit.scripted_engine import ScriptedEngine
 
-USER = {"role": "user", "content": "hello"}
+USER: Any = {"role": "user", "content": "hello"}
 
 
 async def call(world: World, key: str) -> str:

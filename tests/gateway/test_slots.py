@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.gateway.kit import ADMIN, Clock, World, running
 from tests.kit.scripted_engine import Answer, ScriptedEngine
 from tests.kit.stack import Databases
 
-USER = {"role": "user", "content": "hello"}
+USER: Any = {"role": "user", "content": "hello"}
 CLOCK = Clock()
 
 
