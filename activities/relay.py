@@ -6,9 +6,10 @@ Temporal or PostgreSQL is away it waits, and nothing is lost.
 """
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from typing import Literal
 
 import psycopg
 from sqlalchemy.exc import SQLAlchemyError
@@ -19,6 +20,7 @@ from temporalio.common import (
     TypedSearchAttributes,
     WorkflowIDReusePolicy,
 )
+from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from archon.failpoints import failpoint
@@ -33,13 +35,13 @@ from archon.records.messages import (
     session_workflow_id,
 )
 from archon.storage import OUTBOX_CHANNEL, Database, Listener
-from archon.storage.outbox_relay import News, mark_sent, take_relay_lock, unsent
+from archon.storage.outbox_relay import News, mark_sent, next_due, relay_lock, unsent
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 AT_ONCE = 16
-MAX_PAUSE_SECONDS = 5.0
+MAX_PAUSE_SECONDS = 2.0
 # What says nothing about the session: the next round tries again.
 _AWAY = (
     RPCStatusCode.UNAVAILABLE,
@@ -68,63 +70,77 @@ class Relay:
         while True:
             try:
                 async with (
-                    self._db.connect() as lock,
+                    relay_lock(self._db.url, POLL_SECONDS),
                     Listener(self._db.url, OUTBOX_CHANNEL) as listener,
                 ):
-                    while not await take_relay_lock(lock):
-                        await asyncio.sleep(POLL_SECONDS)
                     while True:
                         while await self.relay_once():
                             failures = 0
-                        await listener.wait(POLL_SECONDS)
+                        await listener.wait(await self._pause())
             except (TemporalAway, SQLAlchemyError, psycopg.Error, OSError) as error:
                 failures += 1
                 pause = min(0.1 * 2.0 ** min(failures, 10), MAX_PAUSE_SECONDS)
                 log.warning("relay waits %.1f s: %s", pause, str(error).splitlines()[0])
                 await asyncio.sleep(pause)
 
+    async def _pause(self) -> float:
+        """Until something that is held is due; for news there is a notification."""
+        now = self._clock()
+        async with self._db.connect() as c:
+            due = await next_due(c, now)
+        return POLL_SECONDS if due is None else min((due - now).total_seconds(), POLL_SECONDS)
+
     async def relay_once(self) -> int:
         """One round; returns how many sessions were told."""
         now = time.monotonic()
         skip = [name for name, (until, _) in self._refused.items() if until > now]
         async with self._db.connect() as c:
-            news = await unsent(c, skip=skip)
+            news = await unsent(c, self._clock(), skip=skip)
         if not news:
             return 0
         outcomes = await asyncio.gather(*(self._tell(item) for item in news))
-        told = [item for item, ok in zip(news, outcomes, strict=True) if ok]
-        failpoint("relay.after_signal")
+        told = [item for item, outcome in zip(news, outcomes, strict=True) if outcome == "told"]
         if told:
+            failpoint("relay.after_signal")
             async with self._db.begin() as c:
                 await mark_sent(c, [i for item in told for i in item.outbox_ids], self._clock())
-        if False in outcomes and len(told) + len(self._refused_of(news)) < len(news):
-            raise TemporalAway(f"{len(news) - len(told)} of {len(news)} signals were not taken")
+        if away := outcomes.count("away"):
+            raise TemporalAway(f"{away} of {len(news)} signals were not taken")
         return len(told)
 
-    def _refused_of(self, news: Sequence[News]) -> list[str]:
-        return [item.session_id for item in news if item.session_id in self._refused]
-
-    async def _tell(self, item: News) -> bool:
+    async def _tell(self, item: News) -> Literal["told", "away", "refused"]:
         try:
             async with self._slots:
-                await self._client.start_workflow(
-                    "SessionWorkflow",
-                    SessionInput(
-                        item.session_id, item.tenant_id, item.policy_id, item.times, item.closed
-                    ),
-                    id=session_workflow_id(item.session_id),
-                    task_queue=self._queue,
-                    id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
-                    search_attributes=_attributes(item),
-                    start_signal="wake",
-                    start_signal_args=[item.wake],
-                )
+                await self._start(item)
         except RPCError as error:
-            if error.status not in _AWAY:
-                self._refuse(item, error)
-            return False
+            if error.status in _AWAY:
+                return "away"
+            self._refuse(item, error)
+            return "refused"
         self._refused.pop(item.session_id, None)
-        return True
+        return "told"
+
+    async def _start(self, item: News) -> None:
+        """Signal the session's workflow, which is started if it does not run."""
+        input = SessionInput(
+            item.session_id, item.tenant_id, item.policy_id, item.times, item.closed
+        )
+        begin = functools.partial(
+            self._client.start_workflow,
+            "SessionWorkflow",
+            input,
+            id=session_workflow_id(item.session_id),
+            task_queue=self._queue,
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+            search_attributes=_attributes(item),
+        )
+        if item.wake.what != "session":
+            await begin(start_signal="wake", start_signal_args=[item.wake])
+            return
+        try:
+            await begin(request_eager_start=True)
+        except WorkflowAlreadyStartedError:
+            return
 
     def _refuse(self, item: News, error: RPCError) -> None:
         """This session's signal is not wanted; it must not keep the others waiting."""

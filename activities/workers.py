@@ -13,8 +13,10 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio.client import Client
-from temporalio.worker import Worker
+from temporalio.common import WorkerDeploymentVersion
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker, WorkerDeploymentConfig
 
+import archon
 from archon.records.messages import main_queue
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,14 @@ def make_worker(
         task_queue=main_queue(queue_prefix),
         workflows=workflows,
         activities=activities,
+        # The sandbox imports a workflow's module anew for each run: 5 ms of a session's 25. The
+        # replayed histories run in it.
+        workflow_runner=UnsandboxedWorkflowRunner(),
+        # Without a version of ours the SDK hashes every loaded module to make one up.
+        deployment_config=WorkerDeploymentConfig(
+            version=WorkerDeploymentVersion("archon", archon.__version__),
+            use_worker_versioning=False,
+        ),
         max_cached_workflows=1000,
         max_concurrent_activities=100,
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),
@@ -56,7 +66,7 @@ def exit_now(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     code = 0
     try:
         asyncio.run(work())
-    except BaseException:  # noqa: BLE001  # the process ends here, whatever it was
+    except BaseException:  # the process ends here, whatever it was
         log.exception("the process ends")
         code = 1
     sys.stdout.flush()

@@ -1,12 +1,13 @@
 """The life of one session: it waits for its end and its reward, and has it settled.
 
 Invariant: what is decided here is only *when to look*. What is due is worked out by the activity
-``settle_session`` from the rows; so a wake-up that comes twice, late or out of order does no harm.
-Rewards that Temporal's own clients send are rows before they count, whatever form they have.
+``settle_session`` from the rows, and it says when to look again; so a wake-up that comes early,
+late, twice or out of order does no harm. Rewards that Temporal's own clients send are rows before
+they count, whatever form they have.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -48,7 +49,7 @@ class SessionWorkflow:
         self._counts = input.counts or SessionCounts(
             state="closed" if input.closed else "open", wait=input.times.idle_timeout
         )
-        self._woken = self._at_once = input.closed or self._counts.woken
+        self._woken = input.closed or self._counts.woken
         self._close = self._counts.close
 
     @workflow.run
@@ -61,9 +62,7 @@ class SessionWorkflow:
     @workflow.signal
     def wake(self, wake: Wake) -> None:
         """The relay's: something about the session changed in Postgres."""
-        if wake.what != "session":
-            self._woken = True
-        self._at_once |= wake.what == "close"
+        self._woken |= wake.what != "session"
 
     @workflow.signal(dynamic=True)
     async def unplanned(self, name: str, args: Sequence[RawValue]) -> None:
@@ -79,7 +78,7 @@ class SessionWorkflow:
     @workflow.signal
     def close(self) -> None:
         """End the episode now."""
-        self._woken = self._at_once = self._close = True
+        self._woken = self._close = True
 
     @workflow.update
     async def set_reward(self, reward: Any) -> RewardReceipt:
@@ -104,18 +103,16 @@ class SessionWorkflow:
         )
 
     async def _woken_in_time(self) -> bool:
-        """Wait for a wake-up; after a reward for the grace, too, in which the agent may go on."""
-        if not await _holds(lambda: self._woken, self._counts.wait):
+        try:
+            await workflow.wait_condition(lambda: self._woken, timeout=self._counts.wait)
+        except TimeoutError:
             await workflow.wait_condition(workflow.all_handlers_finished)
-            return self._woken
-        times = self._input.times
-        if self._counts.state == "open" and times.close_on == "reward":
-            await _holds(lambda: self._at_once, times.close_grace)
-        return True
+        return self._woken
 
     async def _settle(self) -> None:
-        close, self._woken, self._at_once, self._close = self._close, False, False, False
-        settled = await workflow.execute_activity(
+        """A local activity: one short transaction, and half the cost of one that is dispatched."""
+        close, self._woken, self._close = self._close, False, False
+        settled = await workflow.execute_local_activity(
             "settle_session",
             SettleInput(self._input.session_id, close),
             start_to_close_timeout=timedelta(seconds=30),
@@ -165,15 +162,6 @@ class SessionWorkflow:
         await workflow.wait_condition(workflow.all_handlers_finished)
         counts = replace(self._counts, woken=self._woken, close=self._close)
         workflow.continue_as_new(replace(self._input, closed=False, counts=counts))
-
-
-async def _holds(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether the condition came true within that time."""
-    try:
-        await workflow.wait_condition(condition, timeout=seconds)
-    except TimeoutError:
-        return False
-    return True
 
 
 def _plain(args: Sequence[RawValue]) -> Any:

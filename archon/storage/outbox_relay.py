@@ -2,38 +2,51 @@
 
 Invariant: an entry stays unsent until its signal was accepted; so a crash between the two sends it
 again, which does no harm, and never loses it.
+
+A reward that will close its session is held until it may: before that its workflow could only look
+and set a timer.
 """
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+import psycopg
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import PolicySettings, loads
 from archon.records.messages import SessionTimes, Wake
+from archon.storage.database import libpq_url
 
 _RANK = {"session": 0, "reward": 1, "close": 2}
 
 # The oldest entries, whole sessions only: a session's news goes out as one signal.
 _UNSENT = sa.text("""
-WITH due AS (
+WITH fresh AS (
+  SELECT o.outbox_id, o.session_id, o.kind, o.ref, s.tenant_id, s.policy_id, s.state
+  FROM outbox o JOIN session s USING (session_id)
+  WHERE o.sent_at IS NULL AND o.session_id <> ALL(:skip)
+    AND NOT (o.kind = 'reward' AND s.state = 'open' AND coalesce(s.close_after > :now, false))
+), due AS (
   SELECT session_id FROM (
-    SELECT session_id, outbox_id FROM outbox
-    WHERE sent_at IS NULL AND session_id <> ALL(:skip)
-    ORDER BY outbox_id LIMIT :entries
+    SELECT session_id, outbox_id FROM fresh ORDER BY outbox_id LIMIT :entries
   ) oldest GROUP BY session_id ORDER BY min(outbox_id) LIMIT :sessions
 )
-SELECT o.outbox_id, o.session_id, o.kind, o.ref, s.tenant_id, s.policy_id, s.state, p.settings
-FROM outbox o
-JOIN session s USING (session_id)
-JOIN policy p ON p.tenant_id = s.tenant_id AND p.policy_id = s.policy_id
-WHERE o.sent_at IS NULL AND o.session_id IN (SELECT session_id FROM due)
-ORDER BY o.outbox_id
+SELECT fresh.*, p.settings
+FROM fresh
+JOIN policy p ON p.tenant_id = fresh.tenant_id AND p.policy_id = fresh.policy_id
+WHERE fresh.session_id IN (SELECT session_id FROM due)
+ORDER BY fresh.outbox_id
+""")
+_NEXT_DUE = sa.text("""
+SELECT min(s.close_after) FROM outbox o JOIN session s USING (session_id)
+WHERE o.sent_at IS NULL AND o.kind = 'reward' AND s.state = 'open' AND s.close_after > :now
 """)
 _MARK = sa.text("UPDATE outbox SET sent_at = :now WHERE outbox_id = ANY(:ids) AND sent_at IS NULL")
-_LOCK = sa.text("SELECT pg_try_advisory_lock(hashtextextended('archon.outbox-relay', 0))")
+_LOCK = "SELECT pg_try_advisory_lock(hashtextextended('archon.outbox-relay', 0))"
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,10 @@ class News:
 
 
 async def unsent(
-    c: AsyncConnection, *, skip: Collection[str] = (), sessions: int = 200
+    c: AsyncConnection, now: datetime, *, skip: Collection[str] = (), sessions: int = 200
 ) -> list[News]:
-    """The sessions with the oldest unsent entries, without those in ``skip``."""
-    values = {"skip": list(skip), "sessions": sessions, "entries": 4 * sessions}
+    """The sessions with the oldest unsent entries that are due, without those in ``skip``."""
+    values = {"now": now, "skip": list(skip), "sessions": sessions, "entries": 4 * sessions}
     news: dict[str, News] = {}
     settings: dict[tuple[str, str], SessionTimes] = {}
     for row in await c.execute(_UNSENT, values):
@@ -78,13 +91,30 @@ async def unsent(
     return list(news.values())
 
 
+async def next_due(c: AsyncConnection, now: datetime) -> datetime | None:
+    """When the first of the held entries may go."""
+    due: datetime | None = (await c.execute(_NEXT_DUE, {"now": now})).scalar_one()
+    return due
+
+
 async def mark_sent(c: AsyncConnection, ids: Collection[int], now: datetime) -> None:
     await c.execute(_MARK, {"ids": list(ids), "now": now})
 
 
-async def take_relay_lock(c: AsyncConnection) -> bool:
-    """Whether this connection is the one relay, until it ends: two would send out of order."""
-    return bool((await c.execute(_LOCK)).scalar_one())
+@asynccontextmanager
+async def relay_lock(url: str, poll: float) -> AsyncIterator[None]:
+    """Be the one relay: two would send out of order. Held by a connection of its own, whose end,
+    however it comes, gives it up."""
+    connection = await psycopg.AsyncConnection.connect(
+        libpq_url(url), autocommit=True, connect_timeout=3
+    )
+    async with connection:
+        while True:
+            row = await (await connection.execute(_LOCK)).fetchone()
+            if row and row[0]:
+                break
+            await asyncio.sleep(poll)
+        yield
 
 
 def session_times(policy: PolicySettings) -> SessionTimes:

@@ -1,19 +1,14 @@
 """Session → reward → seal → claim → train → commit → rollout, on real servers."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from datetime import timedelta
-from typing import Any
 
 import pytest
-from temporalio.client import Client, WorkflowUpdateFailedError
-from temporalio.exceptions import ApplicationError
+from temporalio.client import Client
 
-from archon.records import Reward, system_clock
-from archon.records.messages import PolicyStatus, SessionStatus, Trained, step_workflow_id
-from archon.storage import Database
-from archon.storage import tables as t
 from activities.policies import start_policy
+from archon.records import system_clock
+from archon.records.messages import PolicyStatus, SessionStatus
+from archon.storage import Database
 from tests.kit.invariants import check_database
 from tests.workflows.line import Line, running_line, until
 from tests.workflows.scene import POLICY, TENANT, Scene, chain
