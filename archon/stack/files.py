@@ -67,13 +67,13 @@ def closed_to(path: Path, user: ServiceUser, need: int = stat.S_IXOTH) -> Path |
 
     ``need`` are the bits, written for *others*, that the last part must grant.
     """
-    path = path.absolute()
-    for part in [*reversed(path.parents), path]:
-        wanted = need if part == path else stat.S_IXOTH
+    last = path.resolve()
+    for part in dict.fromkeys([*_down_to(path.absolute()), *_down_to(last)]):
+        wanted = need if part == last else stat.S_IXOTH
         try:
             info = part.stat()
         except FileNotFoundError:
-            return None
+            continue
         if info.st_uid == user.uid:
             granted = info.st_mode >> 6
         elif info.st_gid == user.gid:
@@ -83,3 +83,7 @@ def closed_to(path: Path, user: ServiceUser, need: int = stat.S_IXOTH) -> Path |
         if granted & wanted != wanted:
             return part
     return None
+
+
+def _down_to(path: Path) -> list[Path]:
+    return [*reversed(path.parents), path]

