@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -183,10 +184,10 @@ def play(seed: int, root: Path, steps: int) -> Outcome:
 
 def report(outcomes: list[Outcome], root: Path) -> None:
     """The table, the plots, and where to look."""
-    table = Table(title="Number game")
-    for name in ("seed", "steps", "episodes", f"first {FIRST}", f"last {LAST}", "staleness",
-                 "dropped", "time", "verdict"):  # fmt: skip
-        table.add_column(name, justify="right")
+    table = Table(title="Number game", padding=0, box=box.SIMPLE)
+    for name in ("seed", "steps", "episodes", f"first {FIRST}", f"last {LAST}", "stale",
+                 "dropped", "time", ""):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
     for o in outcomes:
         stale = o.curves.staleness
         table.add_row(

@@ -47,4 +47,4 @@ def show_in_terminal(runs: dict[int, Curves]) -> None:
     plotext.xlabel("policy version")
     plotext.title("mean reward of each batch")
     plotext.theme("clear")
-    plotext.show()
+    print(plotext.uncolorize(plotext.build()))
