@@ -79,6 +79,8 @@ class Chunks:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
+        # The weights of the newest token so far: they may change within one answer.
+        self._head["system_fingerprint"] = _fingerprint(self._exchange)
         return event(self._head | {"choices": [choice]})
 
 
@@ -97,11 +99,15 @@ def logprobs(exchange: Exchange, start: int) -> dict[str, Any] | None:
 
 
 def _head(exchange: Exchange, kind: str) -> dict[str, Any]:
-    version = exchange.version()
     return {
         "id": exchange.interaction_id,
         "object": kind,
         "created": int(exchange.started_at.timestamp()),
         "model": model_of(exchange),
-        "system_fingerprint": None if version is None else f"v{version}",
+        "system_fingerprint": _fingerprint(exchange),
     }
+
+
+def _fingerprint(exchange: Exchange) -> str | None:
+    version = exchange.version()
+    return None if version is None else f"v{version}"
