@@ -24,6 +24,17 @@ def _let_temporal_threads_end() -> None:
 atexit.register(_let_temporal_threads_end)
 
 
+_SERVERS = {"databases", "temporal_address"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever uses a server belongs to the group ``stack``, said or not."""
+    for item in items:
+        if _SERVERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("stack")
+
+
 @pytest.fixture(scope="session")
 def databases() -> "Iterator[Databases]":
     """A running PostgreSQL with a migrated template."""

@@ -15,6 +15,7 @@ from archon.stack.errors import StackError
 from archon.stack.process import ServiceUser, service_user
 from tests.kit.stack import running, short_folder, wait_for_postgres
 
+pytestmark = pytest.mark.stack
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root drops to another user")
 
 
