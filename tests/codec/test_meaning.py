@@ -4,11 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archon.codec import messages_digest, normalise_messages, prefix_digests
 from tests.codec.conversations import TOOLS, call, result, said, system, user
+from tests.codec.examples import examples
 
 BASE = [
     system("S"),
@@ -123,7 +124,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_arguments_compare_as_json(arguments: dict[str, Any]) -> None:
     compact = json.dumps(arguments, separators=(",", ":"), sort_keys=True)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archon.codec import Codec, Delta, ParsedAnswer
@@ -12,6 +12,7 @@ from archon.codec.formats import hermes
 from archon.codec.formats.base import json_object
 from tests.codec.conftest import Loader
 from tests.codec.conversations import TOOLS
+from tests.codec.examples import examples
 
 
 def numbered() -> Any:
@@ -62,7 +63,7 @@ REASON = st.sampled_from(["stop", "length", "abort"])
 FAMILY = st.sampled_from(["qwen3", "qwen25", "llama31", "plain", "items"])
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(parts=TEXT, cuts=CUTS, reason=REASON, family=FAMILY, tools=st.booleans())
 def test_the_cuts_do_not_matter(
     parts: list[str], cuts: list[int], reason: str, family: str, tools: bool, codec: Loader
@@ -75,7 +76,7 @@ def test_the_cuts_do_not_matter(
     assert answer == assemble(deltas, reason)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(ids=st.lists(st.integers(0, 520), max_size=40), cuts=CUTS)
 def test_any_ids_give_the_text_that_decoding_gives(
     ids: list[int], cuts: list[int], codec: Loader
@@ -89,7 +90,7 @@ def test_any_ids_give_the_text_that_decoding_gives(
     assert all(delta.content for delta in deltas)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(parts=st.lists(st.sampled_from(EMOJI), min_size=1))
 def test_a_character_comes_whole(parts: list[str], codec: Loader) -> None:
     made = codec("plain")
@@ -100,7 +101,7 @@ def test_a_character_comes_whole(parts: list[str], codec: Loader) -> None:
     assert not any("�" in (delta.content or "") for delta in deltas)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(parts=TEXT)
 def test_nothing_said_is_lost(parts: list[str], codec: Loader) -> None:
     """Cut off in its middle, an answer with no call is its text, letter for letter."""
