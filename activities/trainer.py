@@ -9,11 +9,9 @@ Run it with ``python -m activities.trainer``.
 
 import asyncio
 import logging
-import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import aclosing
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +26,7 @@ from activities.batch_files import BadBatch, StaleBatch, batch_arrays, write_bat
 from activities.beats import heartbeats
 from activities.checkpoints import INITIAL, checkpoint_folder, read_checkpoint
 from activities.engine_group import EngineGroup, EngineLost, Event
+from activities.workers import DEPLOYMENT, connect, exit_now
 from archon.failpoints import failpoint
 from archon.records import BatchManifest, ManifestState, PolicySettings, loads, system_clock
 from archon.records.messages import PolicyKey, StepInput, Trained, trainer_queue
@@ -213,6 +212,7 @@ async def run_trainer(
         task_queue=trainer_queue(settings.temporal.queue_prefix),
         activities=[activities.ensure_initial_version, activities.train_step],
         max_concurrent_activities=1,
+        deployment_config=DEPLOYMENT,
         max_heartbeat_throttle_interval=timedelta(seconds=0.5),
         default_heartbeat_throttle_interval=timedelta(seconds=0.5),
     )
@@ -232,24 +232,18 @@ async def _warm(group: EngineGroup) -> None:
         log.warning("the training engine did not start; the next step tries again: %s", error)
 
 
-async def main(arguments: Sequence[str] = ()) -> None:
+async def main() -> None:
     settings = Settings()
     assert settings.postgres.url is not None, "ARCHON_POSTGRES__URL is set by the supervisor"
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     db = Database(settings.postgres.url.get_secret_value(), pool_size=2)
-    client = await Client.connect(
-        settings.temporal.address or f"127.0.0.1:{settings.temporal.port}",
-        namespace=settings.temporal.namespace,
-    )
-    await run_trainer(client, db, settings, engine_group(settings), stop)
+    client = await connect(settings, stop)
+    if client is not None:
+        await run_trainer(client, db, settings, engine_group(settings), stop)
     await db.close()
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    asyncio.run(main())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    exit_now(main)

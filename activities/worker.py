@@ -12,7 +12,6 @@ import signal
 from collections.abc import Awaitable
 
 from temporalio.client import Client
-from temporalio.service import RPCError
 from temporalio.worker import Worker
 
 from activities.admission import AdmissionActivities
@@ -23,7 +22,7 @@ from activities.relay import run_relay
 from activities.rollout import RolloutActivities
 from activities.sessions import SessionActivities
 from activities.steps import StepActivities
-from activities.workers import activity_methods, exit_now, make_worker
+from activities.workers import activity_methods, connect, exit_now, make_worker
 from archon.settings import Settings
 from archon.storage import Database
 from workflows.episode import EpisodeWorkflow
@@ -80,18 +79,6 @@ async def _for_ever(work: Awaitable[None], name: str) -> None:
 async def _stop_worker(worker: Worker, stop: asyncio.Event) -> None:
     await stop.wait()
     await worker.shutdown()
-
-
-async def connect(settings: Settings, stop: asyncio.Event) -> Client | None:
-    """A client as soon as Temporal answers; None where ``stop`` comes first."""
-    address = settings.temporal.address or f"127.0.0.1:{settings.temporal.port}"
-    while not stop.is_set():
-        try:
-            return await Client.connect(address, namespace=settings.temporal.namespace)
-        except (RPCError, RuntimeError) as error:
-            log.warning("Temporal at %s: %s", address, error)
-        await asyncio.sleep(0.3)
-    return None
 
 
 async def main() -> None:

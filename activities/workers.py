@@ -14,12 +14,31 @@ from typing import Any
 
 from temporalio.client import Client
 from temporalio.common import WorkerDeploymentVersion
+from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker, WorkerDeploymentConfig
 
 import archon
 from archon.records.messages import main_queue
+from archon.settings import Settings
 
 log = logging.getLogger(__name__)
+
+# Without a version of ours the SDK hashes every loaded module to make one up.
+DEPLOYMENT = WorkerDeploymentConfig(
+    version=WorkerDeploymentVersion("archon", archon.__version__), use_worker_versioning=False
+)
+
+
+async def connect(settings: Settings, stop: asyncio.Event) -> Client | None:
+    """A client as soon as Temporal answers; None where ``stop`` comes first."""
+    address = settings.temporal.address or f"127.0.0.1:{settings.temporal.port}"
+    while not stop.is_set():
+        try:
+            return await Client.connect(address, namespace=settings.temporal.namespace)
+        except (RPCError, RuntimeError) as error:
+            log.warning("Temporal at %s: %s", address, error)
+        await asyncio.sleep(0.3)
+    return None
 
 
 def activity_methods(*owners: object) -> list[Callable[..., Any]]:
@@ -47,11 +66,7 @@ def make_worker(
         # The sandbox imports a workflow's module anew for each run: 5 ms of a session's 25. The
         # replayed histories run in it.
         workflow_runner=UnsandboxedWorkflowRunner(),
-        # Without a version of ours the SDK hashes every loaded module to make one up.
-        deployment_config=WorkerDeploymentConfig(
-            version=WorkerDeploymentVersion("archon", archon.__version__),
-            use_worker_versioning=False,
-        ),
+        deployment_config=DEPLOYMENT,
         max_cached_workflows=1000,
         max_concurrent_activities=100,
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),

@@ -30,6 +30,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Worker
 
+from activities.workers import DEPLOYMENT
 from archon.cli.agents import Agents, make_agents
 from archon.cli.members import GatewayCalls, Members, Pace
 from archon.cli.settings import flags, load
@@ -226,6 +227,7 @@ async def play(
         task_queue=agents_queue(run.queue_prefix, run.run_id),
         activities=[members.run_member],
         max_concurrent_activities=run.concurrency * run.group_size,
+        deployment_config=DEPLOYMENT,
     )
     with show:
         async with worker:

@@ -64,7 +64,7 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 async def test_a_killed_trainer_is_followed_by_one_that_completes_the_step_once(
     temporal: Client, temporal_address: str, database: Database, tmp_path: Path, queue_prefix: str
 ) -> None:
