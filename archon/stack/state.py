@@ -16,6 +16,10 @@ from archon.stack.errors import StackError
 from archon.stack.files import write_file
 
 
+_LOOK_S = 0.3
+"""How long a look at the lock (:func:`holder`) may stand in the way of taking it."""
+
+
 class Lock:
     """Held by the supervisor of a data folder, with its pid written inside."""
 
@@ -26,15 +30,16 @@ class Lock:
     def take(self) -> None:
         """StackError where another supervisor has it."""
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = self.path.read_text().strip() or "?"
-            os.close(self._descriptor)
-            raise StackError(
-                f"Archon is already running on {self.path.parents[1]} (pid {pid}). "
-                "See `archon status`; stop it with `archon down`."
-            ) from None
+        deadline = time.monotonic() + _LOOK_S
+        while not _locked(self._descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                pid = self.path.read_text().strip() or "?"
+                os.close(self._descriptor)
+                raise StackError(
+                    f"Archon is already running on {self.path.parents[1]} (pid {pid}). "
+                    "See `archon status`; stop it with `archon down`."
+                )
+            time.sleep(0.02)
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
@@ -50,14 +55,20 @@ def holder(run_dir: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if _locked(descriptor, fcntl.LOCK_SH):
+            return None
         text = os.pread(descriptor, 32, 0).decode().strip()
         return int(text) if text else None
-    else:
-        return None
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:

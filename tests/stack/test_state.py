@@ -1,10 +1,12 @@
 """The lock, the ports and the logs of a data folder."""
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def test_a_second_supervisor_is_refused_by_name(tmp_path: Path) -> None:
         Lock(folder).take()
     lock.release()
     assert holder(folder) is None
+
+
+def test_who_only_looks_does_not_keep_a_supervisor_from_starting(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path)
+    (folder / "supervisor.lock").touch()
+    looking = os.open(folder / "supervisor.lock", os.O_RDWR)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    timer = threading.Timer(0.1, os.close, (looking,))
+    timer.start()
+    Lock(folder).take()
+    assert holder(folder) == os.getpid()
+    timer.join()
 
 
 def test_a_killed_supervisor_leaves_no_lock(tmp_path: Path) -> None:
