@@ -15,7 +15,6 @@ from typing import Any
 from archon.stack.errors import StackError
 from archon.stack.files import write_file
 
-
 _LOOK_S = 0.3
 """How long a look at the lock (:func:`holder`) may stand in the way of taking it."""
 
