@@ -85,7 +85,8 @@ def existing_url(folder: Path, password_file: Path, database: str = "archon") ->
     """How to reach the cluster in ``folder``; None where there is none that we may ask."""
     if not os.access(password_file, os.R_OK):
         return None
-    return _url(_socket_path(folder, service_user()), password_file.read_text().strip(), database)
+    socket = _socket_path(folder.resolve(), service_user())
+    return _url(socket, password_file.read_text().strip(), database)
 
 
 def prepare(
@@ -96,7 +97,7 @@ def prepare(
     sync: bool = True,
 ) -> Postgres:
     """Make the cluster in ``folder`` unless it is there. Refuses where it could not run."""
-    user = _service_user()
+    folder, user = folder.resolve(), _service_user()
     if user is not None:
         _refuse_unreachable(folder, user)
     make_folder(folder, 0o700, user)
@@ -134,7 +135,7 @@ def _socket_path(folder: Path, user: ServiceUser | None) -> Path:
     socket = folder / "socket"
     if len(os.fsencode(socket / _SOCKET)) > SOCKET_PATH_LIMIT:
         owner = os.geteuid() if user is None else user.uid
-        digest = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:12]
+        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
         socket = Path(tempfile.gettempdir()) / f"archon-{owner}-{digest}"
     return socket
 
