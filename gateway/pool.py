@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.inference import EngineClient, EngineError
+from archon.storage.direct import Direct
 from gateway.errors import ApiError, unavailable
 from gateway.rows import Rows
 
@@ -70,7 +70,7 @@ class ReplicaPool:
             self._wanted.clear()
 
     async def refresh(self) -> None:
-        async def read(c: AsyncConnection) -> list[sa.Row[tuple[str, str, str, str, int, str]]]:
+        async def read(c: Direct) -> list[sa.Row[tuple[str, str, str, str, int, str]]]:
             return list(await c.execute(_READ))
 
         rows = {row.replica_id: row for row in await self.rows.statement(read)}

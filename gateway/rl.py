@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 import orjson
-from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +22,7 @@ from archon.records import (
     SessionState,
     parse_reward,
 )
+from archon.storage.direct import Direct
 from archon.storage.keys import find_key, hash_key, is_valid
 from archon.storage.rewards import RewardConflict, put_reward, rewards_of
 from archon.storage.sessions import (
@@ -131,7 +131,7 @@ class RlRoutes:
         fields = read_json(await request.body() or b"{}")
         session = await self._session_for(caller, fields, None)
 
-        async def end(c: AsyncConnection) -> tuple[bool, int]:
+        async def end(c: Direct) -> tuple[bool, int]:
             closed = await close_session(
                 c, session.tenant_id, session.session_id, CloseReason.END, service.clock()
             )
@@ -154,7 +154,7 @@ class RlRoutes:
         session_id = request.path_params["session_id"]
         await service.slots.of_session(caller, session_id)
 
-        async def read(c: AsyncConnection) -> tuple[Session | None, tuple[int, int], list[Reward]]:
+        async def read(c: Direct) -> tuple[Session | None, tuple[int, int], list[Reward]]:
             return (
                 await find_session(c, session_id),
                 await count_calls(c, session_id),

@@ -11,14 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import sqlalchemy.exc as sx
-from sqlalchemy.ext.asyncio import AsyncConnection
+import psycopg
 
-from archon.storage import Database
+from archon.storage.direct import Direct, DirectPool
 from gateway.errors import ApiError, unavailable
 
 T = TypeVar("T")
-Work = Callable[[AsyncConnection], Awaitable[T]]
+Work = Callable[[Direct], Awaitable[T]]
 
 log = logging.getLogger("archon.gateway")
 PAUSE = 0.1
@@ -38,16 +37,15 @@ class Rows:
 
     def __init__(self, url: str, pool_size: int, patience: float = 2.5) -> None:
         self.patience = patience
-        self._database = Database(url, pool_size)
-        self._autocommit = Database(url, pool_size, autocommit=True)
         self.away = False
+        self._pool = DirectPool(url, pool_size)
         self._running: set[asyncio.Task[object]] = set()
 
     async def statement(self, work: Work[T]) -> T:
         """Work whose every statement commits by itself and may harmlessly be repeated."""
 
         async def attempt() -> T:
-            async with self._autocommit.engine.connect() as c:
+            async with self._pool.connect() as c:
                 return await work(c)
 
         return await self._bounded(attempt, lambda: False)
@@ -58,7 +56,7 @@ class Rows:
 
         async def attempt() -> T:
             nonlocal committing
-            async with self._database.engine.begin() as c:
+            async with self._pool.transaction() as c:
                 result = await work(c)
                 committing = True
             return result
@@ -66,8 +64,7 @@ class Rows:
         return await self._bounded(attempt, lambda: committing)
 
     async def close(self) -> None:
-        await self._database.close()
-        await self._autocommit.close()
+        await self._pool.forget()
 
     async def _bounded(self, attempt: Callable[[], Awaitable[T]], final: Callable[[], bool]) -> T:
         task = asyncio.ensure_future(self._insist(attempt, final))
@@ -87,14 +84,13 @@ class Rows:
                 result = await attempt()
                 self.away = False
                 return result
-            except sx.DataError as error:
-                raise ApiError(422, f"the database cannot hold this: {error.orig}") from error
-            except sx.TimeoutError as error:
-                raise _away("no connection was free") from error
-            except (sx.OperationalError, sx.InterfaceError, sx.InternalError) as error:
+            except psycopg.DataError as error:
+                raise ApiError(422, f"the database cannot hold this: {error}") from error
+            except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                await self._pool.forget()
                 if final() or time.monotonic() + PAUSE > deadline:
                     self.away = True
-                    raise _away(str(error.orig).strip().split("\n")[0]) from error
+                    raise _away(str(error).strip().split("\n")[0]) from error
             await asyncio.sleep(PAUSE)
 
     def _ended(self, task: "asyncio.Task[object]") -> None:

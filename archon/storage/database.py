@@ -17,7 +17,7 @@ READY_CHANNEL = "archon_ready"
 OUTBOX_CHANNEL = "archon_outbox"
 """Notified when an outbox entry was written."""
 
-_OPTIONS = "-c synchronous_commit=on -c timezone=UTC"
+OPTIONS = "-c synchronous_commit=on -c timezone=UTC"
 
 
 def async_url(url: str) -> sa.URL:
@@ -31,12 +31,9 @@ def libpq_url(url: str) -> str:
 
 
 class Database:
-    """A pool of connections. ``url`` is ``postgresql://…``, sockets by ``?host=/folder``.
+    """A pool of connections. ``url`` is ``postgresql://…``, sockets by ``?host=/folder``."""
 
-    ``autocommit``: every statement of :meth:`connect` is a transaction of its own.
-    """
-
-    def __init__(self, url: str, pool_size: int = 8, autocommit: bool = False) -> None:
+    def __init__(self, url: str, pool_size: int = 8) -> None:
         self.url = url
         self.engine: AsyncEngine = create_async_engine(
             async_url(url),
@@ -44,8 +41,7 @@ class Database:
             max_overflow=pool_size,
             pool_timeout=5,
             pool_pre_ping=False,
-            isolation_level="AUTOCOMMIT" if autocommit else "READ COMMITTED",
-            connect_args={"options": _OPTIONS, "connect_timeout": 3},
+            connect_args={"options": OPTIONS, "connect_timeout": 3},
         )
 
     @asynccontextmanager

@@ -14,10 +14,11 @@ from typing import Any
 
 import orjson
 import sqlalchemy as sa
+from psycopg.errors import UniqueViolation
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import Interaction
+from archon.storage.direct import Connection
 
 SEALED_BEFORE = "after_seal: the session was sealed before this call ended"
 
@@ -114,7 +115,7 @@ class Standing:
 
 
 async def look(
-    c: AsyncConnection,
+    c: Connection,
     key_hash: str,
     tenant_id: str,
     slot: str,
@@ -152,7 +153,7 @@ async def look(
     )
 
 
-async def whole_ids(c: AsyncConnection, interaction_id: str) -> tuple[bytes, bytes] | None:
+async def whole_ids(c: Connection, interaction_id: str) -> tuple[bytes, bytes] | None:
     """An interaction's whole prompt and its output, as int32.
 
     None where they are not all there or do not agree with the digest of the prompt.
@@ -169,7 +170,7 @@ async def whole_ids(c: AsyncConnection, interaction_id: str) -> tuple[bytes, byt
 
 
 async def put_interaction(
-    c: AsyncConnection, record: Interaction, winner: tuple[str, str] | None = None
+    c: Connection, record: Interaction, winner: tuple[str, str] | None = None
 ) -> None:
     """Store a call; again is harmless. Runs in autocommit: when this returns, it is committed.
 
@@ -187,8 +188,8 @@ async def put_interaction(
         try:
             await c.execute(statement, values)
             return
-        except IntegrityError as error:
-            if "interaction_seq" not in str(error.orig):
+        except (IntegrityError, UniqueViolation) as error:
+            if "interaction_seq" not in str(error):
                 raise
     raise RuntimeError(
         f"session {record.session_id}: {_MAX_RACES} other calls took the number of "

@@ -11,9 +11,9 @@ from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import Key, KeyScope
+from archon.storage.direct import Connection
 
 PREFIXES = {KeyScope.ADMIN: "sk-admin-", KeyScope.TENANT: "sk-", KeyScope.SESSION: "sk-sess-"}
 
@@ -47,7 +47,7 @@ def is_valid(key: Key, now: datetime) -> bool:
 
 
 async def create_key(
-    c: AsyncConnection,
+    c: Connection,
     tenant_id: str,
     policy_id: str,
     scope: KeyScope,
@@ -58,45 +58,42 @@ async def create_key(
     """Make a key; the secret is in the answer and nowhere else."""
     secret = new_secret(scope)
     key = Key(hash_key(secret), tenant_id, policy_id, scope, label, now, expires_at)
-    await insert_keys(c, [key])
+    await insert_key(c, key)
     return secret, key
 
 
-async def insert_keys(c: AsyncConnection, keys: list[Key]) -> None:
-    rows = [
-        {
-            "key_hash": key.key_hash,
-            "tenant_id": key.tenant_id,
-            "policy_id": key.policy_id,
-            "scope": key.scope.value,
-            "label": key.label,
-            "created_at": key.created_at,
-            "expires_at": key.expires_at,
-        }
-        for key in keys
-    ]
-    await c.execute(_INSERT, rows)
+async def insert_key(c: Connection, key: Key) -> None:
+    values = {
+        "key_hash": key.key_hash,
+        "tenant_id": key.tenant_id,
+        "policy_id": key.policy_id,
+        "scope": key.scope.value,
+        "label": key.label,
+        "created_at": key.created_at,
+        "expires_at": key.expires_at,
+    }
+    await c.execute(_INSERT, values)
 
 
-async def find_key(c: AsyncConnection, key_hash: str) -> Key | None:
+async def find_key(c: Connection, key_hash: str) -> Key | None:
     row = (await c.execute(_FIND, {"key_hash": key_hash})).one_or_none()
     return None if row is None else _key(row)
 
 
 async def list_keys(
-    c: AsyncConnection, tenant_id: str, scopes: Sequence[KeyScope] = (KeyScope.TENANT,)
+    c: Connection, tenant_id: str, scopes: Sequence[KeyScope] = (KeyScope.TENANT,)
 ) -> list[Key]:
     """A tenant's keys, revoked ones too, oldest first."""
     names = [scope.value for scope in scopes]
     return [_key(row) for row in await c.execute(_LIST, {"tenant_id": tenant_id, "scopes": names})]
 
 
-async def revoke_key(c: AsyncConnection, tenant_id: str, key_hash: str, now: datetime) -> bool:
+async def revoke_key(c: Connection, tenant_id: str, key_hash: str, now: datetime) -> bool:
     """False where the tenant has no such key. Revoking twice keeps the first time."""
     values = {"key_hash": key_hash, "tenant_id": tenant_id, "now": now}
     return (await c.execute(_REVOKE, values)).one_or_none() is not None
 
 
 def _key(row: sa.Row[Any]) -> Key:
-    fields = row._mapping
+    fields = row._asdict()
     return Key(**{**fields, "scope": KeyScope(fields["scope"])})

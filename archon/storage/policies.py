@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import PolicySettings, loads
+from archon.storage.direct import Connection
 
 _READ = sa.text(
     "SELECT settings FROM policy WHERE tenant_id = :tenant_id AND policy_id = :policy_id"
@@ -21,12 +21,12 @@ _LIST = sa.text(
 )
 
 
-async def read_policy(c: AsyncConnection, tenant_id: str, policy_id: str) -> PolicySettings | None:
+async def read_policy(c: Connection, tenant_id: str, policy_id: str) -> PolicySettings | None:
     row = (await c.execute(_READ, {"tenant_id": tenant_id, "policy_id": policy_id})).one_or_none()
     return None if row is None else loads(PolicySettings, row.settings)
 
 
-async def list_policies(c: AsyncConnection, tenant_id: str) -> list[sa.Row[Any]]:
+async def list_policies(c: Connection, tenant_id: str) -> list[sa.Row[Any]]:
     """Rows with ``policy_id`` and ``created_at``, oldest first."""
     return list(await c.execute(_LIST, {"tenant_id": tenant_id}))
 
@@ -42,9 +42,7 @@ class PolicyCache:
         held = self._held.get((tenant_id, policy_id))
         return held[1] if held and time.monotonic() - held[0] < self._ttl else None
 
-    async def get(
-        self, c: AsyncConnection, tenant_id: str, policy_id: str
-    ) -> PolicySettings | None:
+    async def get(self, c: Connection, tenant_id: str, policy_id: str) -> PolicySettings | None:
         settings = self.peek(tenant_id, policy_id)
         if settings is None:
             settings = await read_policy(c, tenant_id, policy_id)

@@ -10,10 +10,10 @@ from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import Reward
 from archon.storage.database import OUTBOX_CHANNEL
+from archon.storage.direct import Connection
 
 _COLUMNS = (
     "reward_id, session_id, tenant_id, policy_id, component, source, created_at, value,"
@@ -62,7 +62,7 @@ class RewardConflict(ValueError):
 
 
 async def put_reward(
-    c: AsyncConnection, reward: Reward, close_after: datetime | None = None
+    c: Connection, reward: Reward, close_after: datetime | None = None
 ) -> Delivered:
     """Store a reward and tell of it, in one statement. The same record again changes nothing.
 
@@ -86,7 +86,7 @@ async def put_reward(
     return Delivered(old.reward_id, old.seq, duplicate=repeated, calls=row.calls)
 
 
-async def rewards_of(c: AsyncConnection, session_id: str) -> list[Reward]:
+async def rewards_of(c: Connection, session_id: str) -> list[Reward]:
     """All deliveries to a session, oldest first."""
     return [_reward(row) for row in await c.execute(_OF_SESSION, {"session_id": session_id})]
 
@@ -98,4 +98,4 @@ def _same(old: Reward, new: Reward) -> bool:
 
 
 def _reward(row: sa.Row[Any]) -> Reward:
-    return Reward(**{name: row._mapping[name] for name in _FIELDS})
+    return Reward(**{name: getattr(row, name) for name in _FIELDS})

@@ -12,7 +12,6 @@ from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import (
     GROUP,
@@ -26,6 +25,7 @@ from archon.records import (
     SessionState,
 )
 from archon.storage.database import OUTBOX_CHANNEL
+from archon.storage.direct import Connection
 from archon.storage.keys import hash_key, new_secret
 
 _SESSION = (
@@ -144,7 +144,7 @@ def group_name(plan: Plan) -> str:
 
 
 async def start_sessions(
-    c: AsyncConnection, plan: Plan, now: datetime, new_id: IdSource
+    c: Connection, plan: Plan, now: datetime, new_id: IdSource
 ) -> list[Started]:
     """Open a group's sessions, each under a new key. The caller owns the transaction."""
     group_id, count = await _group_for(c, plan, now, new_id)
@@ -156,7 +156,7 @@ async def start_sessions(
 
 
 async def refresh_slot(
-    c: AsyncConnection, plan: Plan, slot: str, now: datetime, new_id: IdSource
+    c: Connection, plan: Plan, slot: str, now: datetime, new_id: IdSource
 ) -> Started:
     """Close what is open in the slot and open its next session, under the same key."""
     current = await session_of_slot(c, plan.tenant_id, slot)
@@ -169,7 +169,7 @@ async def refresh_slot(
 
 
 async def open_next(
-    c: AsyncConnection,
+    c: Connection,
     tenant_id: str,
     policy_id: str,
     slot: str,
@@ -204,7 +204,7 @@ async def open_next(
 
 
 async def close_session(
-    c: AsyncConnection,
+    c: Connection,
     tenant_id: str,
     session_id: str,
     reason: CloseReason,
@@ -223,30 +223,28 @@ async def close_session(
     return (await c.execute(_CLOSE, values)).one_or_none() is not None
 
 
-async def find_session(c: AsyncConnection, session_id: str) -> Session | None:
+async def find_session(c: Connection, session_id: str) -> Session | None:
     return _session((await c.execute(_FIND, {"session_id": session_id})).one_or_none())
 
 
-async def session_of_interaction(c: AsyncConnection, interaction_id: str) -> Session | None:
+async def session_of_interaction(c: Connection, interaction_id: str) -> Session | None:
     values = {"interaction_id": interaction_id}
     return _session((await c.execute(_OF_INTERACTION, values)).one_or_none())
 
 
-async def session_of_slot(c: AsyncConnection, tenant_id: str, slot: str) -> Session | None:
+async def session_of_slot(c: Connection, tenant_id: str, slot: str) -> Session | None:
     """The slot's open session, else its newest."""
     values = {"tenant_id": tenant_id, "slot": slot}
     return _session((await c.execute(_OF_SLOT, values)).one_or_none())
 
 
-async def count_calls(c: AsyncConnection, session_id: str) -> tuple[int, int]:
+async def count_calls(c: Connection, session_id: str) -> tuple[int, int]:
     """All captured calls of a session, and the complete ones."""
     row = (await c.execute(_CALLS, {"session_id": session_id})).one()
     return row.calls, row.complete
 
 
-async def _group_for(
-    c: AsyncConnection, plan: Plan, now: datetime, new_id: IdSource
-) -> tuple[str, int]:
+async def _group_for(c: Connection, plan: Plan, now: datetime, new_id: IdSource) -> tuple[str, int]:
     """The group's id and how many sessions to open in it. A group that was named is made here
     if it is new; one that was not is made with its sessions."""
     if plan.group_id is None:
@@ -275,7 +273,7 @@ async def _group_for(
 
 
 async def _start(
-    c: AsyncConnection,
+    c: Connection,
     plan: Plan,
     group_id: str,
     session_ids: Sequence[str],
@@ -309,8 +307,8 @@ async def _start(
 def _session(row: sa.Row[Any] | None) -> Session | None:
     if row is None:
         return None
-    return Session(**{**row._mapping, "state": SessionState(row.state)})
+    return Session(**{**row._asdict(), "state": SessionState(row.state)})
 
 
 def _group(row: sa.Row[Any]) -> Group:
-    return Group(**{**row._mapping, "state": GroupState(row.state)})
+    return Group(**{**row._asdict(), "state": GroupState(row.state)})
