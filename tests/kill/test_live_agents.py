@@ -16,9 +16,9 @@ import pytest
 from archon.stack import database_url
 from examples.number_game.model import write_policy
 from tests.kill.players import Ledger, Player
+from tests.kit.installation import BACK_S, Installation, until
 from tests.kit.invariants import check_invariants
 from tests.kit.stack import short_folder
-from tests.stack.test_up import BACK_S, Installation, until
 
 pytestmark = [pytest.mark.stack, pytest.mark.kill, pytest.mark.timeout(600)]
 

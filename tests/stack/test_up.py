@@ -4,18 +4,13 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from archon.stack.process import environment
+from tests.kit.installation import BACK_S, Installation, is_gone, until
 from tests.kit.stack import short_folder
 
 pytestmark = [pytest.mark.stack, pytest.mark.kill, pytest.mark.timeout(300)]
@@ -24,74 +19,6 @@ NAMES = {
     "postgres", "temporal", "gateway", "worker", "trainer",
     "rep_embedded_game_0", "rep_embedded_game_1",
 }  # fmt: skip
-# The bound holds for a machine whose cores are ours; on a busy one it grows with its load.
-BACK_S = 15 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-@dataclass
-class Installation:
-    folder: Path
-    started: subprocess.CompletedProcess[str] | None = None
-    process: subprocess.Popen[str] | None = None
-
-    @property
-    def printed(self) -> str:
-        assert self.started is not None
-        assert self.started.returncode == 0, self.started.stderr
-        return self.started.stdout
-
-    def archon(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "archon.cli", *arguments],
-            cwd=self.folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-
-    def up(self) -> None:
-        """Start in the foreground and wait until it is ready."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "archon.cli", "up"],
-            cwd=self.folder,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line.rstrip())
-            if line.startswith("Ctrl-C"):
-                return
-        pytest.fail("it did not start:\n" + "\n".join(lines))
-
-    def state(self) -> dict[str, Any]:
-        text = (self.folder / ".archon" / "run" / "state.json").read_text()
-        state: dict[str, Any] = json.loads(text)
-        return state
-
-    def is_ready(self) -> bool:
-        return all(p["state"] == "ready" for p in self.state()["processes"].values())
-
-
-def until(condition: Callable[[], bool], timeout: float, what: str) -> float:
-    begun = time.monotonic()
-    while not condition():
-        if time.monotonic() - begun > timeout:
-            pytest.fail(f"not within {timeout} s: {what}")
-        time.sleep(0.05)
-    return time.monotonic() - begun
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.fixture(scope="module")
