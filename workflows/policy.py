@@ -38,6 +38,7 @@ with workflow.unsafe.imports_passed_through():
     )
 
 CHECK_STEP_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0
 _RETRY = RetryPolicy(
     initial_interval=timedelta(milliseconds=200),
     maximum_interval=timedelta(seconds=10),
@@ -123,10 +124,16 @@ class PolicyWorkflow:
         )
 
     async def _claim(self) -> None:
-        """One turn of waiting for a batch. An interrupted claim is found again by the next one."""
+        """One turn of waiting for a batch. An interrupted claim is found again by the next one.
+
+        The first turn of a run is short, to learn which version is head and which is live.
+        """
         self._phase = "waiting"
         ask = AwaitInput(
-            self._state.tenant_id, self._state.policy_id, at_least=1 if self._step_now else 0
+            self._state.tenant_id,
+            self._state.policy_id,
+            at_least=1 if self._step_now else 0,
+            patience=PATIENCE_SECONDS if self._head >= 0 else 0.0,
         )
         waiting = workflow.start_activity(
             "await_batch",

@@ -172,4 +172,4 @@ def _plain(args: Sequence[RawValue]) -> Any:
             values.append(workflow.payload_converter().from_payload(arg.payload))
         except (RuntimeError, ValueError, KeyError):
             values.append(repr(arg.payload.data))
-    return values[0] if len(values) == 1 else values
+    return values[0] if len(values) == 1 else values or None

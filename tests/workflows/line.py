@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import Worker
 
+from activities.policies import start_policy
 from activities.relay import Relay
 from activities.sessions import SessionActivities
 from activities.steps import StepActivities
@@ -27,7 +28,7 @@ from archon.records.messages import (
     trainer_queue,
 )
 from archon.storage import Database
-from tests.workflows.scene import POLICY, TENANT
+from tests.workflows.scene import TENANT, Scene
 from workflows.policy import PolicyWorkflow
 from workflows.session import SessionWorkflow
 from workflows.step import TrainingStepWorkflow
@@ -89,15 +90,18 @@ class Line:
     client: Client
     db: Database
     prefix: str
+    scene: Scene
     trainer: Pretender
     relay: Relay
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def session(self, session: str = "ses_1") -> WorkflowHandle[Any, Any]:
-        return self.client.get_workflow_handle(session_workflow_id(session))
+    def session(self, session: str = "") -> WorkflowHandle[Any, Any]:
+        return self.client.get_workflow_handle(session_workflow_id(session or self.scene.ses))
 
     def policy(self) -> WorkflowHandle[Any, Any]:
-        return self.client.get_workflow_handle(policy_workflow_id(TENANT, POLICY))
+        return self.client.get_workflow_handle(policy_workflow_id(TENANT, self.scene.policy_id))
+
+    async def start_policy(self) -> None:
+        await start_policy(self.client, self.prefix, TENANT, self.scene.policy_id)
 
 
 WORKFLOWS: Sequence[type] = (
@@ -109,8 +113,9 @@ WORKFLOWS: Sequence[type] = (
 
 
 @asynccontextmanager
-async def running_line(client: Client, db: Database, prefix: str) -> AsyncIterator[Line]:
+async def running_line(client: Client, scene: Scene, prefix: str) -> AsyncIterator[Line]:
     """Worker, trainer's worker and relay, until the end of the block."""
+    db = scene.db
     trainer = Pretender(db)
     methods = activity_methods(SessionActivities(db), StepActivities(db))
     main = make_worker(client, prefix, WORKFLOWS, [*methods, trainer.promote_version])
@@ -118,7 +123,7 @@ async def running_line(client: Client, db: Database, prefix: str) -> AsyncIterat
     pretends = Worker(
         client, task_queue=queue, activities=[trainer.ensure_initial_version, trainer.train_step]
     )
-    line = Line(client, db, prefix, trainer, Relay(client, db, prefix))
+    line = Line(client, db, prefix, scene, trainer, Relay(client, db, prefix))
     async with main, pretends:
         relay = asyncio.create_task(line.relay.run())
         try:

@@ -116,19 +116,28 @@ def reward(
 
 
 class Scene:
-    """Writes rows straight into the tables of one test's database."""
+    """Writes rows straight into the tables of one test's database.
 
-    def __init__(self, db: Database) -> None:
+    ``tag`` makes the names of the policy and of the first session the test's own: tests share a
+    Temporal server.
+    """
+
+    def __init__(self, db: Database, tag: str = "") -> None:
         self.db = db
+        self.policy_id, self.ses = (f"game-{tag}", f"ses_{tag}") if tag else (POLICY, "ses_1")
 
-    async def policy(self, policy: str = POLICY, **changes: Any) -> PolicySettings:
+    def chain(self, *outputs: Sequence[int]) -> list[Interaction]:
+        """Calls of the first session."""
+        return chain(*outputs, session=self.ses)
+
+    async def policy(self, **changes: Any) -> PolicySettings:
         """A policy with version 0 live."""
         fields: dict[str, Any] = {"model": "m", "batch_groups": 1, "close_grace": 0.0}
         settings = PolicySettings(**fields | changes)
         async with self.db.begin() as c:
-            row = Policy(TENANT, policy, json.loads(dumps(settings)), NOW)
+            row = Policy(TENANT, self.policy_id, json.loads(dumps(settings)), NOW)
             await c.execute(insert_record(t.policy, row))
-        await self.version(0, None, VersionState.LIVE, policy=policy)
+        await self.version(0, None, VersionState.LIVE)
         return settings
 
     async def version(
@@ -136,11 +145,9 @@ class Scene:
         number: int,
         parent: int | None,
         state: VersionState = VersionState.TRAINED,
-        *,
-        policy: str = POLICY,
     ) -> None:
         made = PolicyVersion(
-            tenant_id=TENANT, policy_id=policy, version=number, parent=parent, state=state,
+            tenant_id=TENANT, policy_id=self.policy_id, version=number, parent=parent, state=state,
             checkpoint=f"/c/{number}", weights="weights", model_sha256=f"sha{number}",
             created_at=NOW + timedelta(seconds=number),
         )  # fmt: skip
@@ -155,13 +162,13 @@ class Scene:
             )
 
     async def group(self, group: str = "grp_1", size: int = 1, **changes: Any) -> None:
-        made = Group(group, TENANT, POLICY, "", size, GroupState.OPEN, NOW)
+        made = Group(group, TENANT, self.policy_id, "", size, GroupState.OPEN, NOW)
         async with self.db.begin() as c:
             await c.execute(insert_record(t.group, replace(made, **changes)))
 
     async def session(
         self,
-        session: str = "ses_1",
+        session: str = "",
         calls: Sequence[Interaction] = (),
         *,
         group: str = "",
@@ -169,11 +176,12 @@ class Scene:
         **changes: Any,
     ) -> Session:
         """A session with its calls, in a group of its own unless one is named."""
+        session = session or self.ses
         if not group:
             group = f"grp_{session}"
             await self.group(group)
         made = Session(
-            session_id=session, tenant_id=TENANT, policy_id=POLICY, group_id=group, slot="",
+            session_id=session, tenant_id=TENANT, policy_id=self.policy_id, group_id=group, slot="",
             state=SessionState.OPEN, created_at=NOW,
         )  # fmt: skip
         made = replace(made, **changes)
@@ -184,8 +192,8 @@ class Scene:
             if told:
                 await c.execute(
                     t.outbox.insert().values(
-                        tenant_id=TENANT, policy_id=POLICY, session_id=session, kind="session",
-                        ref=session, created_at=NOW,
+                        tenant_id=TENANT, policy_id=self.policy_id, session_id=session,
+                        kind="session", ref=session, created_at=NOW,
                     )
                 )  # fmt: skip
         return made
@@ -193,14 +201,14 @@ class Scene:
     async def reward(
         self,
         value: float | None,
-        session: str = "ses_1",
+        session: str = "",
         *,
         close_after: Any = None,
         **changes: Any,
     ) -> Reward:
         """A delivered reward, with its outbox entry."""
         count = len(await self.all(t.reward, Reward))
-        made = reward(value, count + 1, session=session, **changes)
+        made = reward(value, count + 1, session=session or self.ses, **changes)
         async with self.db.begin() as c:
             await put_reward(c, made, close_after)
         return made
@@ -210,8 +218,10 @@ class Scene:
             query = sa.select(table).where(*where).order_by(*table.primary_key.columns)
             return await fetch_all(c, record, query)
 
-    async def one_session(self, session: str = "ses_1") -> Session:
-        (found,) = await self.all(t.session, Session, t.session.c.session_id == session)
+    async def one_session(self, session: str = "") -> Session:
+        (found,) = await self.all(
+            t.session, Session, t.session.c.session_id == (session or self.ses)
+        )
         return found
 
     async def samples(self, *where: Any) -> list[Sample]:
