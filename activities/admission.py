@@ -11,7 +11,7 @@ from temporalio import activity
 
 from activities.beats import heartbeats
 from archon.records import system_clock
-from archon.records.messages import GroupPlan, GroupSize, LostMember
+from archon.records.messages import GroupPlan, GroupSize, LostMembers
 from archon.storage import READY_CHANNEL, Database, Listener, groups
 
 _BEAT_S = 4.0
@@ -34,10 +34,10 @@ class AdmissionActivities:
                     await ready.wait(_POLL_S)
 
     @activity.defn
-    async def lose_member(self, lost: LostMember) -> None:
-        """An agent run failed or was lost: its session is closed and not trained on."""
+    async def lose_members(self, lost: LostMembers) -> None:
+        """Agent runs failed or were lost: their sessions are closed and not trained on."""
         async with self._db.begin() as c:
-            await groups.lose_member(c, lost.group_id, lost.member, lost.attempt, system_clock())
+            await groups.lose_members(c, lost, system_clock())
 
     @activity.defn
     async def shrink_group(self, group: GroupSize) -> None:

@@ -1,4 +1,4 @@
-"""The activity that plays one member of an episode, on the machine where the agents run.
+"""The activity that plays the members of a group, on the machine where the agents run.
 
 Invariant: a session's key goes from the gateway to the agent and nowhere else. Each run of a member
 has a session of its own, named by labels, and leaves one line in the record of the rollout.
@@ -17,11 +17,11 @@ from temporalio.exceptions import ApplicationError
 from activities.beats import heartbeats
 from archon.cli.agents import Agents, Order, Report
 from archon.inference.http import ConnectionBroken, Pool
-from archon.records.messages import EpisodeMember, MemberResult
+from archon.records.messages import EpisodeWave, MemberResult
 
 _CALL_TIMEOUT_S = 60.0
 _PATIENCE_S = 60.0
-_BEAT_S = 4.0
+_BEAT_S = 2.0
 
 
 class GatewayRefused(ValueError):
@@ -41,20 +41,20 @@ class GatewayCalls:
         self.url, self._policy = url.rstrip("/"), policy
         self._pool = Pool(self.url, {"authorization": f"Bearer {admin_key}"}, 5.0)
 
-    async def start(self, member: EpisodeMember) -> OpenSession:
+    async def start(self, wave: EpisodeWave, member: int) -> OpenSession:
         body: dict[str, Any] = {
             "policy": self._policy,
-            "task_id": member.task_id,
-            "trainable": member.trainable,
+            "task_id": wave.task_id,
+            "trainable": wave.trainable,
             "labels": {
-                "run": member.run_id,
-                "episode": str(member.index),
-                "member": str(member.member),
-                "attempt": str(member.attempt),
+                "run": wave.run_id,
+                "episode": str(wave.index),
+                "member": str(member),
+                "wave": str(wave.wave),
             },
         }
-        if member.group_id:
-            body |= {"group_id": member.group_id}
+        if wave.group_id:
+            body |= {"group_id": wave.group_id}
         answer = await self._call("POST", "/rl/start_session", body)
         return OpenSession(answer["session_id"], answer["api_key"])
 
@@ -135,55 +135,63 @@ class Members:
         self.results: list[MemberResult] = []
 
     @activity.defn
-    async def run_member(self, member: EpisodeMember) -> MemberResult:
-        """Open a session, let an agent play it, end it."""
+    async def run_members(self, wave: EpisodeWave) -> list[MemberResult]:
+        """Open a session for each member, let an agent play it, end it."""
+        results: list[MemberResult] = []
         try:
-            async with heartbeats(every=_BEAT_S):
-                await self._pace.turn()
-                result = await self._play(member)
+            async with heartbeats(results, _BEAT_S), asyncio.TaskGroup() as group:
+                for member in wave.members:
+                    group.create_task(self._member(wave, member, results))
         except asyncio.CancelledError:
             if activity.is_worker_shutdown():
                 raise ApplicationError(
                     "the rollout was stopped; start it again with the same --run-id",
+                    results,
                     type="HostStopped",
                 ) from None
             raise
-        self.results.append(result)
-        return result
+        return results
 
-    async def _play(self, member: EpisodeMember) -> MemberResult:
+    async def _member(self, wave: EpisodeWave, member: int, results: list[MemberResult]) -> None:
+        await self._pace.turn()
         started, session_id = time.monotonic(), ""
-        episode = f"{member.run_id}-{member.index}-{member.member}-{member.attempt}"
+        episode = f"{wave.run_id}-{wave.index}-{member}-{wave.wave}"
         try:
-            session = await self._gateway.start(member)
+            session = await self._gateway.start(wave, member)
             session_id = session.session_id
-            order = Order(episode, self._gateway.url, session.api_key, session_id, member.task)
-            async with asyncio.timeout(member.timeout):
+            order = Order(episode, self._gateway.url, session.api_key, session_id, wave.task)
+            async with asyncio.timeout(wave.timeout):
                 report = await self._agents.play(order)
             if not report.errors:
                 await self._gateway.end(session_id)
                 if report.reward is None:
                     report = Report(await self._gateway.reward(session_id), report.turns)
         except TimeoutError:
-            report = Report(errors=[f"no end within {member.timeout:g} s"])
+            report = Report(errors=[f"no end within {wave.timeout:g} s"])
         except (GatewayRefused, OSError) as error:
             report = Report(errors=[f"{type(error).__name__}: {error}"])
-        seconds = round(time.monotonic() - started, 3)
-        self._write(member, episode, session_id, report, seconds)
-        problem = "; ".join(report.errors)[:300]
-        return MemberResult(session_id, not problem, report.reward, report.turns, seconds, problem)
+        result = MemberResult(
+            member=member,
+            session_id=session_id,
+            ok=not report.errors,
+            reward=report.reward,
+            turns=report.turns,
+            seconds=round(time.monotonic() - started, 3),
+            error="; ".join(report.errors)[:300],
+        )
+        self._write(episode, wave.task_id, result, report.errors)
+        results.append(result)
+        self.results.append(result)
 
-    def _write(
-        self, member: EpisodeMember, episode: str, session_id: str, report: Report, seconds: float
-    ) -> None:
+    def _write(self, episode: str, task_id: str, result: MemberResult, errors: list[str]) -> None:
         line = {
             "episode": episode,
-            "session_id": session_id,
-            "task_id": member.task_id,
-            "reward": report.reward,
-            "turns": report.turns,
-            "seconds": seconds,
-            "errors": report.errors,
+            "session_id": result.session_id,
+            "task_id": task_id,
+            "reward": result.reward,
+            "turns": result.turns,
+            "seconds": result.seconds,
+            "errors": errors,
         }
         with self._record.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -52,6 +53,7 @@ from archon.stack.state import holder, read_state
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _STATUS_EVERY_S = 2.0
+_HEARTBEATS = timedelta(seconds=2)
 _AWAY = (
     RPCStatusCode.UNAVAILABLE,
     RPCStatusCode.DEADLINE_EXCEEDED,
@@ -225,8 +227,10 @@ async def play(
     worker = Worker(
         client,
         task_queue=agents_queue(run.queue_prefix, run.run_id),
-        activities=[members.run_member],
-        max_concurrent_activities=run.concurrency * run.group_size,
+        activities=[members.run_members],
+        max_concurrent_activities=run.concurrency,
+        max_heartbeat_throttle_interval=_HEARTBEATS,
+        default_heartbeat_throttle_interval=_HEARTBEATS,
         deployment_config=DEPLOYMENT,
     )
     with show:

@@ -198,7 +198,7 @@ class PolicyStatus:
 
 @dataclass(frozen=True)
 class AwaitInput:
-    """``at_least`` groups make do, 0: a whole batch. ``patience``: seconds until it says why not."""
+    """``at_least`` groups make do, 0: a whole batch; ``patience`` seconds later it says why not."""
 
     tenant_id: str
     policy_id: str
@@ -357,21 +357,21 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
-class EpisodeMember:
-    """One agent run of a group: the key it plays under is never in a history.
+class EpisodeWave:
+    """The members of a group that are still to be played, all at once.
 
-    ``member`` and ``attempt`` are labels of its session, so that it can be found if this run of it
-    is lost. ``group_id`` is empty where the session is a group of its own.
+    The keys that they play under are never in a history. A member's number and the wave's are
+    labels of its session, so that it can be found if it is lost. ``group_id`` is empty where each
+    session is a group of its own.
     """
 
     run_id: str
     index: int
-    member: int
-    attempt: int
+    wave: int
+    members: list[int]
     group_id: str
     task_id: str
     task: dict[str, Any]
-    size: int
     timeout: float
     trainable: bool
 
@@ -380,6 +380,7 @@ class EpisodeMember:
 class MemberResult:
     """``ok``: the agent ended well. ``reward`` is what it reported, if it did."""
 
+    member: int
     session_id: str
     ok: bool
     reward: float | None = None
@@ -389,12 +390,12 @@ class MemberResult:
 
 
 @dataclass(frozen=True)
-class LostMember:
-    """An agent run that failed or was lost: its session is no part of the group any more."""
+class LostMembers:
+    """Agent runs of a wave that failed or were lost: their sessions leave the group."""
 
     group_id: str
-    member: int
-    attempt: int
+    wave: int
+    members: list[int]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from archon.records import (
     SampleState,
     loads,
 )
-from archon.records.messages import GroupPlan
+from archon.records.messages import GroupPlan, LostMembers
 from archon.storage import tables as t
 from archon.storage.rows import fetch_one, insert_record
 from archon.storage.sealing import finish_group, lock_group
@@ -80,43 +80,39 @@ async def get_group(c: AsyncConnection, group_id: str) -> Group | None:
     return await fetch_one(c, Group, sa.select(t.group).where(t.group.c.group_id == group_id))
 
 
-async def lose_member(
-    c: AsyncConnection, group_id: str, member: int, attempt: int, now: datetime
-) -> int:
-    """Take a lost agent run's sessions out of their group; returns how many there were.
+async def lose_members(c: AsyncConnection, lost: LostMembers, now: datetime) -> int:
+    """Take lost agent runs' sessions out of their group; returns how many there were.
 
-    They are closed and kept, and what they sampled is not trained on: the one that takes the
-    member's place is.
+    They are closed and kept, and what they sampled is not trained on: the runs that take their
+    places are.
     """
-    group = await get_group(c, group_id)
+    group = await get_group(c, lost.group_id)
     if group is None:
         return 0
     s = t.session.c
-    mine = sa.and_(
-        s.group_id == group_id,
-        s.labels["member"].astext == str(member),
-        s.labels["attempt"].astext == str(attempt),
+    query = sa.select(s.session_id).where(
+        s.group_id == lost.group_id,
+        s.labels["member"].astext.in_([str(member) for member in lost.members]),
+        s.labels["wave"].astext == str(lost.wave),
     )
-    lost = list(
-        (await c.execute(sa.select(s.session_id).where(mine).order_by(s.session_id))).scalars()
-    )
-    for session_id in lost:
+    sessions = list((await c.execute(query.order_by(s.session_id))).scalars())
+    for session_id in sessions:
         await close_session(c, group.tenant_id, session_id, CloseReason.LOST, now)
     await c.execute(
         sa.update(t.session)
-        .where(s.session_id.in_(lost))
+        .where(s.session_id.in_(sessions))
         .values(trainable=False, close_reason=CloseReason.LOST.value)
     )
-    await lock_group(c, group_id)  # after the sessions, as sealing does
+    await lock_group(c, lost.group_id)  # after the sessions, as sealing does
     await c.execute(
         sa.update(t.sample)
         .where(
-            t.sample.c.session_id.in_(lost),
+            t.sample.c.session_id.in_(sessions),
             t.sample.c.state == SampleState.FREE.value,
         )
         .values(state=SampleState.DROPPED.value, drop_reason=LOST_MEMBER)
     )
-    return len(lost)
+    return len(sessions)
 
 
 async def shrink(c: AsyncConnection, group_id: str, size: int) -> None:

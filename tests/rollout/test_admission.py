@@ -12,7 +12,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.admission import AdmissionActivities
 from archon.records import GroupState, SampleState, Session, SessionState, VersionState
 from archon.records import system_clock as now
-from archon.records.messages import GroupPlan
+from archon.records.messages import GroupPlan, LostMembers
 from archon.storage import READY_CHANNEL, Database, groups, notify
 from archon.storage import tables as t
 from archon.storage.groups import capacity
@@ -142,9 +142,7 @@ async def test_whoever_waits_is_let_in_in_turn_as_soon_as_there_is_room(
     await asyncio.gather(*waiting)
 
 
-async def add_session(
-    db: Database, name: str, member: int, attempt: int, state: SessionState
-) -> None:
+async def add_session(db: Database, name: str, member: int, wave: int, state: SessionState) -> None:
     row = Session(
         session_id=f"ses_{name}",
         tenant_id=TENANT,
@@ -153,7 +151,7 @@ async def add_session(
         slot=f"slot-{name}",
         state=state,
         created_at=now(),
-        labels={"member": str(member), "attempt": str(attempt)},
+        labels={"member": str(member), "wave": str(wave)},
     )
     async with db.begin() as c:
         await c.execute(insert_record(t.session, row))
@@ -177,7 +175,7 @@ async def test_a_lost_member_leaves_its_group_and_its_samples_are_counted(
     await add_sample(database, "late", [-1, 0])
     await add_session(database, "other", 1, 0, SessionState.OPEN)
     async with database.begin() as c:
-        assert await groups.lose_member(c, "grp_a", 0, 0, now()) == 2
+        assert await groups.lose_members(c, LostMembers("grp_a", 0, [0]), now()) == 2
     async with database.connect() as c:
         rows = await c.execute(
             sa.select(t.session.c.session_id, t.session.c.state, t.session.c.trainable)
@@ -206,7 +204,7 @@ async def test_a_group_waits_for_the_replacement_of_a_lost_member(database: Data
     await add_sample(database, "good", [-1, 0])
     await add_session(database, "lost", 1, 0, SessionState.OPEN)
     async with database.begin() as c:
-        await groups.lose_member(c, "grp_a", 1, 0, now())
+        await groups.lose_members(c, LostMembers("grp_a", 0, [1]), now())
         await finish(c)
     assert await group_state(database) == ("open", 2)
     await add_session(database, "next", 1, 1, SessionState.SEALED)
@@ -229,7 +227,7 @@ async def test_a_group_that_cannot_be_whole_is_ready_with_what_it_has(database: 
     await add_sample(database, "good", [-1, 0])
     await add_session(database, "lost", 1, 0, SessionState.OPEN)
     async with database.begin() as c:
-        await groups.lose_member(c, "grp_a", 1, 0, now())
+        await groups.lose_members(c, LostMembers("grp_a", 0, [1]), now())
         await groups.shrink(c, "grp_a", 1)
     assert await group_state(database) == ("ready", 1)
 

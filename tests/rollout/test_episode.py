@@ -5,21 +5,26 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+import temporalio.activity
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
-from temporalio.worker import Worker
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
+import archon.cli.members as members_module
+import workflows.episode
 from activities.admission import AdmissionActivities
 from archon.cli.agents import Order, Report
 from archon.cli.members import GatewayCalls, Members, Pace
 from archon.cli.rollout import Driver, Run, Task, read_tasks, summary
 from archon.records import VersionState
 from archon.records.messages import (
-    EpisodeMember,
+    EpisodeWave,
+    MemberResult,
     agents_queue,
     episode_group_id,
     episode_workflow_id,
@@ -80,7 +85,8 @@ class World:
         async with Worker(
             self.client,
             task_queue=agents_queue(self.run.queue_prefix, self.run.run_id),
-            activities=[members.run_member],
+            activities=[members.run_members],
+            max_heartbeat_throttle_interval=timedelta(seconds=0.2),
         ):
             yield agents
         calls.close()
@@ -96,7 +102,7 @@ class World:
         query = sa.select(s.labels, s.state, s.close_reason, s.trainable)
         async with self.db.connect() as c:
             return sorted(
-                ("-".join(row.labels[k] for k in ("episode", "member", "attempt")),
+                ("-".join(row.labels[k] for k in ("episode", "member", "wave")),
                  row.state, row.close_reason, row.trainable)
                 for row in await c.execute(query)
             )  # fmt: skip
@@ -126,7 +132,8 @@ async def world(
             temporal,
             task_queue=main_queue(queue_prefix),
             workflows=[EpisodeWorkflow],
-            activities=[admission.admit_group, admission.lose_member, admission.shrink_group],
+            workflow_runner=UnsandboxedWorkflowRunner(),
+            activities=[admission.admit_group, admission.lose_members, admission.shrink_group],
         ),
     ):
         yield World(temporal, database, gateway, tmp_path, queue_prefix)
@@ -170,7 +177,7 @@ async def test_a_member_that_fails_is_replaced_and_its_session_leaves_the_group(
 
     driver, _ = await world.play(behave)
     assert (driver.tally.finished, driver.tally.failed, driver.tally.replaced) == (6, 0, 1)
-    assert driver.tally.errors == ["member 1, attempt 0: APIError: the stream broke"]
+    assert driver.tally.errors == ["member 1, wave 0: APIError: the stream broke"]
     sessions = {name: rest for name, *rest in await world.sessions()}
     assert sessions["0-1-0"] == ["closed", "lost", False]
     assert sessions["0-1-1"] == ["closed", "end", True]
@@ -219,6 +226,38 @@ async def test_a_stopped_rollout_goes_on_without_counting_it_as_failures(world: 
     assert sessions["0-1-0"] == ["closed", "lost", False]
 
 
+async def test_what_a_killed_rollout_had_said_is_finished_is_not_played_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflows.episode, "HOST_SILENT", timedelta(seconds=1.5))
+    world.run = replace(world.run, max_replacements=0, tasks=world.run.tasks[:1])
+    told = asyncio.Event()
+    beat = temporalio.activity.heartbeat
+
+    def last_words(*details: list[MemberResult]) -> None:
+        """Heartbeats reach Temporal until it knows of one member; then the process is gone."""
+        if not told.is_set():
+            beat(*details)
+        if details[0]:
+            told.set()
+
+    async def behave(index: int, member: int, attempt: int) -> Report:
+        if (member, attempt) == (2, 0):
+            await asyncio.sleep(60)
+        if (member, attempt) == (1, 0):
+            await told.wait()  # finished, but nobody was told
+        return await win(index, member, attempt)
+
+    monkeypatch.setattr(temporalio.activity, "heartbeat", last_words)
+    monkeypatch.setattr(members_module, "_BEAT_S", 0.2)
+    driver, agents = await world.play(behave)
+    assert (driver.tally.finished, driver.tally.failed) == (3, 0)
+    assert sorted(agents.played) == [(0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1)]
+    sessions = {name: rest for name, *rest in await world.sessions()}
+    assert sessions["0-0-0"] == ["closed", "end", True]
+    assert sessions["0-1-0"] == sessions["0-2-0"] == ["closed", "lost", False]
+
+
 async def test_an_episode_without_end_is_a_failure(world: World) -> None:
     world.run = replace(world.run, timeout=0.2, max_replacements=0, tasks=world.run.tasks[:1])
 
@@ -228,7 +267,7 @@ async def test_an_episode_without_end_is_a_failure(world: World) -> None:
 
     driver, _ = await world.play(behave)
     assert (driver.tally.finished, driver.tally.failed) == (2, 1)
-    assert driver.tally.errors == ["member 0, attempt 0: no end within 0.2 s"]
+    assert driver.tally.errors == ["member 0, wave 0: no end within 0.2 s"]
 
 
 async def test_an_evaluation_trains_on_nothing_and_needs_no_room(world: World) -> None:
@@ -269,12 +308,12 @@ async def test_a_gateway_that_is_away_is_waited_for_and_a_refusal_is_not(world: 
     agents = FakeAgents(win)
     calls = GatewayCalls(world.gateway.url, "sk-admin-test", POLICY)
     members = Members(calls, agents, Pace(0), world.folder / "record.jsonl")
-    member = EpisodeMember("run", 0, 0, 0, "", "task", {}, 1, 5.0, True)
+    wave = EpisodeWave("run", 0, 0, [0], "", "task", {}, 5.0, True)
     world.gateway.refusals.extend([(503, "retry-after: 0\r\n"), (429, "")])
-    result = await ActivityEnvironment().run(members.run_member, member)
+    (result,) = await ActivityEnvironment().run(members.run_members, wave)
     assert (result.ok, result.reward) == (True, 0.0)
     world.gateway.refusals.append((404, ""))
-    refused = await ActivityEnvironment().run(members.run_member, member)
+    (refused,) = await ActivityEnvironment().run(members.run_members, wave)
     assert not refused.ok and "404" in refused.error
     assert agents.played == [(0, 0, 0)]
     calls.close()
@@ -288,8 +327,8 @@ async def test_an_agent_that_reports_no_reward_is_asked_about_at_the_gateway(
 
     calls = GatewayCalls(world.gateway.url, "sk-admin-test", POLICY)
     members = Members(calls, FakeAgents(quiet), Pace(0), world.folder / "record.jsonl")
-    member = EpisodeMember("run", 0, 0, 0, "", "task", {}, 1, 5.0, True)
-    result = await ActivityEnvironment().run(members.run_member, member)
+    wave = EpisodeWave("run", 0, 0, [0], "", "task", {}, 5.0, True)
+    (result,) = await ActivityEnvironment().run(members.run_members, wave)
     assert result.reward == 1.5, "0.5 replaced 9, component b adds 1, a call's own is not counted"
     calls.close()
 
