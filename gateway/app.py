@@ -5,6 +5,7 @@ Invariant: every answer, an unknown route's too, has the form that OpenAI's clie
 
 import asyncio
 import logging
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -66,6 +67,7 @@ def _life(service: Service):  # type: ignore[no-untyped-def]  # noqa: ANN202
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         following = asyncio.create_task(service.pool.run())
+        following.add_done_callback(_end_if_it_failed)
         try:
             yield
         finally:
@@ -74,6 +76,13 @@ def _life(service: Service):  # type: ignore[no-untyped-def]  # noqa: ANN202
             await service.rows.close()
 
     return life
+
+
+def _end_if_it_failed(task: asyncio.Task[None]) -> None:
+    """A gateway that no longer follows its replicas must not go on as if it did."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the replica pool failed; this process ends", exc_info=error)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _models(service: Service):  # type: ignore[no-untyped-def]  # noqa: ANN202

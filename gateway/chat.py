@@ -9,13 +9,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, MutableMapping
 from contextlib import aclosing
-from datetime import timedelta
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from archon.codec import CodecError, Delta, ParsedAnswer, prefix_digests
+from archon.codec import Delta, ParsedAnswer
 from archon.failpoints import failpoint
 from archon.inference import (
     EngineDied,
@@ -23,23 +22,16 @@ from archon.inference import (
     EngineUnavailable,
     GenerateChunk,
 )
-from archon.records import INTERACTION, InteractionStatus
-from archon.storage.interactions import Standing, look, put_interaction
-from archon.storage.sessions import open_next
+from archon.records import InteractionStatus
+from archon.storage.direct import Direct
+from archon.storage.interactions import SessionGone, put_interaction
 from gateway import metrics
-from gateway.auth import Caller, unknown_key
-from gateway.catalog import Served
 from gateway.errors import ApiError, invalid, unavailable
 from gateway.exchange import Exchange
-from gateway.history import render
 from gateway.openai_chat import Chunks, completion, event
-from gateway.request import ChatRequest, read_chat
-from gateway.rows import applied
+from gateway.prepare import aside, prepare
 from gateway.service import Service
-from gateway.slots import Target
 
-MAX_BODY = 64 << 20
-LARGE_BODY = 64 << 10
 JSON = b"application/json"
 SSE = b"text/event-stream; charset=utf-8"
 
@@ -79,6 +71,7 @@ class ChatCompletions:
 
         running, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
         self._service.calls.add(running)
+        gone = False
         try:
             await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
             gone = leaving.done()
@@ -88,105 +81,11 @@ class ChatCompletions:
         except asyncio.CancelledError:
             if gone:
                 raise ClientDisconnect from None
+            running.cancel()
             raise unavailable("this gateway is going down: send the call again") from None
         finally:
             self._service.calls.discard(running)
             leaving.cancel()
-
-
-async def prepare(service: Service, request: Request) -> Exchange:
-    """Everything before the engine: who, where, what, and the prompt's ids."""
-    caller = await service.keyring.caller(request.headers)
-    body = await read_body(request)
-    chat = read_chat(body)
-    session = request.path_params.get("session")
-    target = await service.slots.target(caller, session, request.headers, chat.model)
-    served = await service.catalog.get(target.tenant_id, target.policy_id)
-    try:
-        digests = prefix_digests(chat.messages, chat.tools)
-        standing = await stand(service, caller, target, served, chat, digests)
-        assert standing.session_id is not None
-        kept = digests.index(standing.parent_digest) + 1 if standing.parent_digest else 0
-        parent = await service.history.parent_of(standing, served)
-        make = (chat, served, standing.parent_id, parent, kept)
-        if len(body) > LARGE_BODY:
-            prompt = await asyncio.to_thread(render, *make)
-        else:
-            prompt = render(*make)
-    except CodecError as error:
-        raise invalid(str(error), error.param) from error
-    contested = standing.contested and standing.parent_id is not None
-    return Exchange(
-        interaction_id=service.new_id(INTERACTION),
-        session_id=standing.session_id,
-        target=target,
-        served=served,
-        request=chat,
-        request_digest=digests[-1],
-        prompt=prompt,
-        previous=standing.previous,
-        winner=(standing.parent_id or "", standing.parent_request or "") if contested else None,
-        max_tokens=_room(served, chat, len(prompt.ids)),
-        started_at=service.clock(),
-    )
-
-
-async def read_body(request: Request) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise ApiError(413, f"the body has more than {MAX_BODY} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def stand(
-    service: Service,
-    caller: Caller,
-    target: Target,
-    served: Served,
-    chat: ChatRequest,
-    digests: list[str],
-) -> Standing:
-    """The slot's open session, opened here if need be, and what the request continues in it."""
-    ends = [
-        digest
-        for digest, message in zip(digests[:-1], chat.messages, strict=False)
-        if message.get("role") == "assistant"
-    ]
-    for _ in range(3):
-        now = service.clock()
-        where = (caller.key_hash, target.tenant_id, target.slot, ends[::-1], digests[-1], now)
-        standing = await service.rows.statement(applied(look, *where))
-        if not (standing.key_valid or caller.operator):
-            service.keyring.forget(caller.key_hash)
-            raise unknown_key()
-        due = standing.close_after is not None and standing.close_after <= now
-        if standing.session_id is not None and not due:
-            return standing
-        deadline = now + timedelta(seconds=served.settings.group_timeout)
-        slot = (target.tenant_id, target.policy_id, target.slot, now, deadline, service.new_id)
-        await service.rows.transaction(applied(open_next, *slot))
-    raise unavailable(f"the sessions of slot {target.slot[:12]} change too fast: try again")
-
-
-def _room(served: Served, chat: ChatRequest, prompt: int) -> int:
-    """How many tokens may be sampled; a 400 where there is no room for one."""
-    context = served.settings.max_model_len
-    if served.codec.max_len_hint is not None:
-        context = min(context, served.codec.max_len_hint)
-    if prompt >= context:
-        raise invalid(
-            f"This model's maximum context length is {context} tokens. However, your messages "
-            f"resulted in {prompt} tokens. Please reduce the length of the messages.",
-            "messages",
-            "context_length_exceeded",
-        )
-    wanted = served.settings.max_tokens
-    if chat.max_tokens is not None:
-        wanted = min(wanted, chat.max_tokens)
-    return min(wanted, context - prompt)
 
 
 class Call:
@@ -282,9 +181,17 @@ class Call:
 
     async def _store(self, status: InteractionStatus, reason: str, answer: ParsedAnswer) -> None:
         started = time.monotonic()
-        row = self._exchange.row(status, reason, answer, self._service.clock())
-        winner = self._exchange.winner if status == InteractionStatus.COMPLETE else None
-        await self._service.rows.statement(lambda c: put_interaction(c, row, winner))
+        exchange, now = self._exchange, self._service.clock()
+        winner = exchange.winner if status == InteractionStatus.COMPLETE else None
+
+        async def put(c: Direct) -> None:
+            row = await aside(exchange.large, exchange.row, status, reason, answer, now)
+            await put_interaction(c, row, winner)
+
+        try:
+            await self._service.rows.statement(put)
+        except SessionGone as error:
+            raise ApiError(404, str(error), code="session_not_found") from error
         metrics.COMMIT_SECONDS.observe(time.monotonic() - started)
 
     async def _finish(self, held: list[Delta]) -> None:

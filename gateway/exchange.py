@@ -38,6 +38,7 @@ class Exchange:
     winner: tuple[str, str] | None
     max_tokens: int
     started_at: datetime
+    large: bool = False
     protocol: str = "openai.chat"
     replica: Member | None = None
     dispatched_version: int = -1

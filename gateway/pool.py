@@ -83,15 +83,19 @@ class ReplicaPool:
                 continue
             if known is not None:
                 await self._drop(known)
-            self.members[row.replica_id] = Member(
-                row.replica_id,
-                (row.tenant_id, row.policy_id),
-                row.url,
-                row.version,
-                row.instance,
-                EngineClient(row.url, self.token()),
-            )
-            self._announce()
+            self._add(row)
+
+    def _add(self, row: sa.Row[tuple[str, str, str, str, int, str]]) -> None:
+        try:
+            client = EngineClient(row.url, self.token())
+        except ValueError as error:
+            log.error("replica %s is not used: its url %r: %s", row.replica_id, row.url, error)
+            return
+        policy = (row.tenant_id, row.policy_id)
+        self.members[row.replica_id] = Member(
+            row.replica_id, policy, row.url, row.version, row.instance, client
+        )
+        self._announce()
 
     async def acquire(self, policy: Policy, session_id: str, deadline: float) -> Member:
         """The session's replica, waiting until ``deadline`` (monotonic) for one to be there."""

@@ -25,7 +25,7 @@ SEALED_BEFORE = "after_seal: the session was sealed before this call ended"
 # One round trip per call: the key, the slot's open session, and the call that is continued. The
 # parts about a request without a parent are not looked up for one that has a parent.
 _LOOK = sa.text(
-    "SELECT k.key_hash AS key_hash, s.session_id, s.policy_id, s.close_after, s.trainable,"
+    "SELECT k.key_hash AS key_hash, s.session_id, s.close_after,"
     " p.interaction_id AS parent_id, p.messages_digest AS parent_digest,"
     " p.request_digest AS parent_request, p.codec_digest AS parent_codec, p.contested,"
     " r.previous AS retried_previous, r.interaction_id AS retried_id, l.interaction_id AS last_id"
@@ -86,11 +86,16 @@ _DECIDE = (
 _INSERT = (
     f" INSERT INTO interaction ({', '.join(_COLUMNS)})"
     f" SELECT {', '.join(_VALUES[name] for name in _COLUMNS)} FROM live"
-    " ON CONFLICT (interaction_id) DO NOTHING"
+    " ON CONFLICT (interaction_id) DO NOTHING RETURNING interaction_id"
 )
+_IS_THERE = sa.text("SELECT 1 FROM interaction WHERE interaction_id = :interaction_id")
 _PUT = sa.text(_LIVE + _INSERT)
 _PUT_AND_DECIDE = sa.text(_LIVE + _DECIDE + _INSERT)
 _MAX_RACES = 200
+
+
+class SessionGone(LookupError):
+    """The session's row is no longer there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,6 @@ class Standing:
 
     key_valid: bool
     session_id: str | None
-    policy_id: str | None
     close_after: datetime | None
     parent_id: str | None
     parent_digest: str | None
@@ -142,7 +146,6 @@ async def look(
     return Standing(
         key_valid=row.key_hash is not None,
         session_id=row.session_id,
-        policy_id=row.policy_id,
         close_after=row.close_after,
         parent_id=row.parent_id,
         parent_digest=row.parent_digest,
@@ -186,7 +189,8 @@ async def put_interaction(
         values |= {"winner": winner[0], "winner_request": winner[1]}
     for _ in range(_MAX_RACES):
         try:
-            await c.execute(statement, values)
+            if (await c.execute(statement, values)).one_or_none() is None:
+                await _check_there(c, record)
             return
         except (IntegrityError, UniqueViolation) as error:
             if "interaction_seq" not in str(error):
@@ -195,6 +199,13 @@ async def put_interaction(
         f"session {record.session_id}: {_MAX_RACES} other calls took the number of "
         f"{record.interaction_id}"
     )
+
+
+async def _check_there(c: Connection, record: Interaction) -> None:
+    """Nothing was inserted: because it is there already, or because its session is gone."""
+    values = {"interaction_id": record.interaction_id}
+    if (await c.execute(_IS_THERE, values)).one_or_none() is None:
+        raise SessionGone(f"session {record.session_id} was removed: its call is not stored")
 
 
 def _jsonb(value: object) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import sqlalchemy as sa
 
 from archon.records import Interaction, InteractionStatus
 from archon.storage import tables
@@ -208,6 +209,59 @@ async def test_a_replica_that_comes_back(world: World, engine: ScriptedEngine) -
             .values(instance="another")
         )
     assert (await world.post("/v1/chat/completions", key, {"messages": [USER]})).status_code == 200
+
+
+async def test_a_call_whose_session_was_removed_is_not_acknowledged(
+    ready: World, engine: ScriptedEngine
+) -> None:
+    engine.push(Answer(ready.ids("a"), delays=[0.2]))
+    started = await ready.start()
+    call = asyncio.create_task(
+        ready.post("/v1/chat/completions", started["api_key"], {"messages": [USER]})
+    )
+    await until(lambda: engine.running == 1)
+    async with ready.database.begin() as c:
+        await c.execute(
+            tables.session.delete().where(tables.session.c.session_id == started["session_id"])
+        )
+    assert (await call).status_code == 404
+    assert await ready.interactions() == []
+
+
+async def test_a_call_that_ends_after_the_seal_says_so(
+    ready: World, engine: ScriptedEngine
+) -> None:
+    engine.push(Answer(ready.ids("a"), delays=[0.2]))
+    started = await ready.start()
+    call = asyncio.create_task(
+        ready.post("/v1/chat/completions", started["api_key"], {"messages": [USER]})
+    )
+    await until(lambda: engine.running == 1)
+    async with ready.database.begin() as c:
+        await c.execute(
+            tables.session.update()
+            .where(tables.session.c.session_id == started["session_id"])
+            .values(state="sealed")
+        )
+    assert (await call).status_code == 200
+    assert [gap.split(":")[0] for gap in (await a_row(ready)).evidence_gaps] == ["after_seal"]
+
+
+async def test_a_replica_with_a_senseless_address_harms_nobody(
+    world: World, engine: ScriptedEngine
+) -> None:
+    engine.default = world.say("a")
+    await world.policy()
+    replica_id = await world.replica(engine)
+    async with world.database.begin() as c:
+        values = sa.select(tables.replica).where(tables.replica.c.replica_id == replica_id)
+        row = dict((await c.execute(values)).one()._mapping)
+        row |= {"replica_id": f"{replica_id}-x", "url": "nowhere"}
+        await c.execute(tables.replica.insert().values(row))
+    await world.service.pool.refresh()
+    key = (await world.start())["api_key"]
+    response = await world.post("/v1/chat/completions", key, {"messages": [USER]})
+    assert response.status_code == 200
 
 
 async def test_a_call_is_held_while_the_engine_is_paused(

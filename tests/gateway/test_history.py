@@ -154,6 +154,27 @@ async def test_a_last_message_of_the_assistant_opens_a_new_turn(
     assert engine.generated[0].body["token_ids"] == ready.codec.render(talk)
 
 
+async def test_a_large_conversation(ready: World, engine: ScriptedEngine) -> None:
+    """Rendered and stored in threads; the same row."""
+    await ready.policy("large", max_model_len=1 << 20)
+    ready.codec.max_len_hint, hint = None, ready.codec.max_len_hint
+    served = await ready.service.catalog.get(ready.tenant, "large")
+    served.codec.max_len_hint = None
+    try:
+        await ready.replica(engine, "large")
+        engine.push(ready.say("1"), ready.say("2"))
+        key = (await ready.start(policy="large"))["api_key"]
+        long = "word " * 20_000
+        first = await ask(ready, key, user(long))
+        second = await ask(ready, key, user(long), said("1"), user("b"))
+    finally:
+        served.codec.max_len_hint = hint
+    rows = await by_id(ready)
+    assert rows[second].prefix_parent == first
+    assert rows[second].prompt_length > 100_000 and len(rows[second].prompt_ids) < 400
+    assert engine.generated[1].body["token_ids"][-20:] == ready.codec.render([user("b")])[-20:]
+
+
 async def test_the_history_in_memory_is_bounded(ready: World, engine: ScriptedEngine) -> None:
     history = ready.service.history
     history._held.clear()
