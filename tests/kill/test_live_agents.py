@@ -102,10 +102,8 @@ def test_nothing_is_lost_whatever_is_killed(installation: Installation) -> None:
     data_dir = installation.folder / ".archon"
     admin_key = (data_dir / "secrets" / "admin.key").read_text().strip()
     database, ledger = Database(data_dir), Ledger()
-    players = [
-        Player(lambda: installation.state()["gateway"], admin_key, "game", ledger, seed)
-        for seed in range(6)
-    ]
+    address = installation.state()["gateway"]  # a port is kept over restarts
+    players = [Player(address, admin_key, "game", ledger, seed) for seed in range(6)]
     for player in players:
         player.start()
     fired = installation.folder / "fired" / "trainer.mid_step.fired"
