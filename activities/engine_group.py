@@ -33,7 +33,7 @@ class EngineGroup:
         command: Sequence[str],
         env: Mapping[str, str] | None = None,
         silence: float = 10.0,
-        patience: float = 60.0,
+        patience: float = 120.0,
     ) -> None:
         self._command, self._env = list(command), dict(env or {})
         self._silence, self._patience = silence, patience

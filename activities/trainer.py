@@ -28,7 +28,14 @@ from activities.checkpoints import INITIAL, checkpoint_folder, read_checkpoint
 from activities.engine_group import EngineGroup, EngineLost, Event
 from activities.workers import DEPLOYMENT, connect, exit_now
 from archon.failpoints import failpoint
-from archon.records import BatchManifest, ManifestState, PolicySettings, loads, system_clock
+from archon.records import (
+    BatchManifest,
+    ManifestState,
+    PolicySettings,
+    Sample,
+    loads,
+    system_clock,
+)
 from archon.records.messages import PolicyKey, StepInput, Trained, trainer_queue
 from archon.settings import Settings
 from archon.storage import Database
@@ -69,47 +76,28 @@ class TrainerActivities:
         folder = checkpoint_folder(self._settings, step.tenant_id, step.policy_id, step.manifest_id)
         if (checkpoint := read_checkpoint(folder)) is not None:
             return _trained(step.manifest_id, folder, checkpoint, {}, {})
-        async with self._db.connect() as c:
-            row = await storage.manifest_row(c, step.manifest_id)
-            if row is None:
-                raise _final("BadManifest", f"there is no manifest {step.manifest_id}")
-            if row.state != ManifestState.CLAIMED:
-                raise _final(
-                    "ManifestNotClaimed",
-                    f"manifest {step.manifest_id} is {row.state}: {row.reason}",
-                )
-            manifest = _verified(row)
-            rejected = await storage.rejected_among(c, manifest)
-            samples = await storage.bound_samples(c, step.manifest_id)
-        if rejected:
-            raise _final(
-                "StaleBatch",
-                f"manifest {manifest.manifest_id} rests on rejected versions {rejected}: drop it",
+        progress: dict[str, Any] = {}
+        async with heartbeats(progress):
+            manifest, body, samples = await self._read(step.manifest_id)
+            attempt = _attempt()
+            scratch = self._settings.run_dir / "steps" / manifest.manifest_id
+            try:
+                arrays = await asyncio.to_thread(batch_arrays, manifest, samples)
+            except (BadBatch, StaleBatch) as error:
+                raise _final(type(error).__name__, str(error)) from error
+            paths = await asyncio.to_thread(write_batch, scratch, attempt, body, arrays)
+            outcome = await self._operate(
+                {
+                    "op": "step",
+                    "manifest": str(paths[0]),
+                    "batch": str(paths[1]),
+                    "base": manifest.base_checkpoint,
+                    "out": str(folder),
+                    "attempt": attempt,
+                },
+                progress,
             )
-        attempt = _attempt()
-        scratch = self._settings.run_dir / "steps" / manifest.manifest_id
-        try:
-            arrays = batch_arrays(manifest, samples)
-        except (BadBatch, StaleBatch) as error:
-            raise _final(type(error).__name__, str(error)) from error
-        paths = await asyncio.to_thread(write_batch, scratch, attempt, row.body, arrays)
-        trained = await self._step(manifest, folder, paths, attempt)
         shutil.rmtree(scratch, ignore_errors=True)
-        return trained
-
-    async def _step(
-        self, manifest: BatchManifest, folder: Path, paths: tuple[Path, Path], attempt: str
-    ) -> Trained:
-        outcome = await self._operate(
-            {
-                "op": "step",
-                "manifest": str(paths[0]),
-                "batch": str(paths[1]),
-                "base": manifest.base_checkpoint,
-                "out": str(folder),
-                "attempt": attempt,
-            }
-        )
         if outcome["event"] == "empty_signal":
             return Trained(manifest.manifest_id, "empty_signal", reason=str(outcome["reason"]))
         return _trained(
@@ -120,21 +108,38 @@ class TrainerActivities:
             outcome.get("spans") or {},
         )
 
+    async def _read(self, manifest_id: str) -> tuple[BatchManifest, str, dict[str, Sample]]:
+        """The manifest, its text and its samples, if it is claimed and nothing under it fell."""
+        async with self._db.connect() as c:
+            row = await storage.manifest_row(c, manifest_id)
+            if row is None:
+                raise _final("BadManifest", f"there is no manifest {manifest_id}")
+            if row.state != ManifestState.CLAIMED:
+                raise _final(
+                    "ManifestNotClaimed", f"manifest {manifest_id} is {row.state}: {row.reason}"
+                )
+            manifest = _verified(row)
+            if rejected := await storage.rejected_among(c, manifest):
+                raise _final(
+                    "StaleBatch", f"manifest {manifest_id} rests on rejected versions {rejected}"
+                )
+            return manifest, row.body, await storage.bound_samples(c, manifest_id)
+
     async def _initialise(self, policy: PolicySettings, folder: Path) -> dict[str, Any]:
-        outcome = await self._operate(
-            {"op": "init", "model": policy.model, "out": str(folder), "attempt": _attempt()}
-        )
+        operation = {
+            "op": "init", "model": policy.model, "out": str(folder), "attempt": _attempt(),
+        }  # fmt: skip
+        progress: dict[str, Any] = {}
+        async with heartbeats(progress):
+            outcome = await self._operate(operation, progress)
         checkpoint: dict[str, Any] = read_checkpoint(folder) or outcome["checkpoint"]
         return checkpoint
 
-    async def _operate(self, operation: Event) -> Event:
-        """One engine operation under heartbeats. Cancelling it kills the engine."""
-        progress: dict[str, Any] = {"attempt": operation["attempt"]}
+    async def _operate(self, operation: Event, progress: dict[str, Any]) -> Event:
+        """One engine operation; ``progress`` follows it. Cancelling it kills the engine."""
+        progress["attempt"] = operation["attempt"]
         try:
-            async with (
-                heartbeats(progress),
-                aclosing(self._group.operate(operation)) as events,
-            ):
+            async with aclosing(self._group.operate(operation)) as events:
                 async for event in events:
                     if event["event"] == "progress":
                         progress |= {k: event.get(k) for k in ("span", "done", "total")}

@@ -347,7 +347,8 @@ def _policy(settings: Settings, named: str | None) -> str:
     if named is None and len(settings.policies) == 1:
         return next(iter(settings.policies))
     if named not in settings.policies:
-        raise StackError(f"--policy {named}: known are {', '.join(settings.policies) or 'none'}")
+        known = ", ".join(settings.policies) or "none"
+        raise StackError(f"which policy? Name one with --policy; known are: {known}")
     return named
 
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import sqlalchemy as sa
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import Replica, VersionState
 from archon.storage import tables as t
-from archon.storage.render import values
 from archon.storage.rows import as_record, fetch_all, fetch_one
 
 _REJECTED = (VersionState.REJECTED.value, VersionState.ROLLED_BACK.value)
@@ -69,26 +67,6 @@ async def standings(c: AsyncConnection, replica_id: str | None = None) -> list[S
     return [
         Standing(as_record(Replica, row), row.rejected, row.live) for row in await c.execute(query)
     ]
-
-
-async def register_replicas(c: AsyncConnection, replicas: Sequence[Replica]) -> None:
-    """Write down that these exist; what is proven of one at the same address stays proven."""
-    for replica in replicas:
-        statement = insert(t.replica).values(values(replica))
-        moved = t.replica.c.url != statement.excluded.url
-        await c.execute(
-            statement.on_conflict_do_update(
-                index_elements=["replica_id"],
-                set_={
-                    "tenant_id": statement.excluded.tenant_id,
-                    "policy_id": statement.excluded.policy_id,
-                    "url": statement.excluded.url,
-                    "kind": statement.excluded.kind,
-                    "version": sa.case((moved, None), else_=t.replica.c.version),
-                    "instance": sa.case((moved, ""), else_=t.replica.c.instance),
-                },
-            )
-        )
 
 
 async def lock_replica(c: AsyncConnection, replica_id: str) -> None:

@@ -92,9 +92,8 @@ async def add_version(
 
 async def add_replica(db: Database, name: str, url: str) -> None:
     async with db.begin() as c:
-        await replicas.register_replicas(
-            c, [Replica(name, TENANT, POLICY, url, "embedded", system_clock())]
-        )
+        row = Replica(name, TENANT, POLICY, url, "embedded", system_clock())
+        await c.execute(insert_record(t.replica, row))
 
 
 async def replica(db: Database, name: str) -> Replica:
