@@ -13,7 +13,7 @@ import sqlalchemy as sa
 import temporalio.activity
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
-from temporalio.worker import UnsandboxedWorkflowRunner, Worker
+from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
 
 import archon.cli.members as members_module
 import workflows.episode
@@ -157,6 +157,7 @@ async def test_every_member_of_every_group_plays_once(world: World) -> None:
         episode_workflow_id(world.run.run_id, 0)
     ).fetch_history()
     assert "sk-sess-" not in history.to_json(), "a session's key never enters a history"
+    await Replayer(workflows=[EpisodeWorkflow]).replay_workflow(history)
     assert len(world.gateway.keys) == 6
 
 
@@ -178,6 +179,8 @@ async def test_a_member_that_fails_is_replaced_and_its_session_leaves_the_group(
     driver, _ = await world.play(behave)
     assert (driver.tally.finished, driver.tally.failed, driver.tally.replaced) == (6, 0, 1)
     assert driver.tally.errors == ["member 1, wave 0: APIError: the stream broke"]
+    handle = world.client.get_workflow_handle(episode_workflow_id(world.run.run_id, 0))
+    await Replayer(workflows=[EpisodeWorkflow]).replay_workflow(await handle.fetch_history())
     sessions = {name: rest for name, *rest in await world.sessions()}
     assert sessions["0-1-0"] == ["closed", "lost", False]
     assert sessions["0-1-1"] == ["closed", "end", True]

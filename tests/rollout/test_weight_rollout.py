@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from temporalio.client import Client, WorkflowHandle
-from temporalio.worker import Worker
+from temporalio.worker import Replayer, Worker
 
+import activities.rollout as rollout_module
 from activities.rollout import RolloutActivities
+from archon.failpoints import FailpointError
 from archon.records import GroupState, SampleState, VersionState
 from archon.records.messages import RolloutInput, RolloutResult, RolloutVerdict, main_queue
 from archon.storage import Database
@@ -94,8 +96,11 @@ async def test_a_version_goes_to_every_replica_and_live(
         await add_replica(first, "rep_a", a.url)
         await add_replica(first, "rep_b", b.url)
         async with worker(temporal, first, tmp_path, queue_prefix):
-            result = await roll(temporal, queue_prefix, 1)
+            handle = await start(temporal, queue_prefix, 1)
+            result = await handle.result()
             again = await roll(temporal, queue_prefix, 1)
+            history = await handle.fetch_history()
+            await Replayer(workflows=[WeightRolloutWorkflow]).replay_workflow(history)
     assert (result.decision, result.reasons) == ("promoted", ["proven on 2 of 2 replicas"])
     assert again.decision == "promoted"
     assert await states(first) == {0: "retired", 1: "live"}
@@ -241,3 +246,35 @@ async def test_a_replica_of_another_build_does_not_condemn_a_proven_version(
     assert "rep_b left out: log-probs differ" in result.reasons[1]
     assert (await replica(first, "rep_b")).version is None
     assert (await replica(first, "rep_a")).version == 1
+
+
+@pytest.mark.parametrize("point", ["rollout.after_update", "rollout.before_promote"])
+async def test_a_failure_between_two_steps_is_made_good_by_the_next_attempt(
+    temporal: Client,
+    first: Database,
+    tmp_path: Path,
+    queue_prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+) -> None:
+    seen: list[tuple[int | None, str]] = []
+    failed: set[str] = set()
+
+    def fail_once(name: str) -> None:
+        if name == point and name not in failed:
+            failed.add(name)
+            raise FailpointError(name)
+
+    monkeypatch.setattr(rollout_module, "failpoint", fail_once)
+    with ScriptedEngine(version=0, probe=true_probe) as engine:
+        await add_replica(first, "rep_a", engine.url)
+        async with worker(temporal, first, tmp_path, queue_prefix):
+            handle = await start(temporal, queue_prefix, 1)
+            while not failed:
+                await asyncio.sleep(0.005)
+            seen.append(((await replica(first, "rep_a")).version, (await states(first))[1]))
+            assert (await handle.result()).decision == "promoted"
+    # Before the proof is committed the row does not claim it; nothing is live before the promotion.
+    assert seen[0] in ([(None, "trained")] if "update" in point else [(1, "canary")])
+    assert (await replica(first, "rep_a")).version == 1
+    assert await decisions(first) == [(1, "promoted")]
