@@ -257,24 +257,23 @@ async def test_a_failure_between_two_steps_is_made_good_by_the_next_attempt(
     monkeypatch: pytest.MonkeyPatch,
     point: str,
 ) -> None:
-    seen: list[tuple[int | None, str]] = []
-    failed: set[str] = set()
+    failed, looked = asyncio.Event(), asyncio.Event()
 
-    def fail_once(name: str) -> None:
-        if name == point and name not in failed:
-            failed.add(name)
+    def fail(name: str) -> None:
+        if name == point and not looked.is_set():
+            failed.set()
             raise FailpointError(name)
 
-    monkeypatch.setattr(rollout_module, "failpoint", fail_once)
+    monkeypatch.setattr(rollout_module, "failpoint", fail)
     with ScriptedEngine(version=0, probe=true_probe) as engine:
         await add_replica(first, "rep_a", engine.url)
         async with worker(temporal, first, tmp_path, queue_prefix):
             handle = await start(temporal, queue_prefix, 1)
-            while not failed:
-                await asyncio.sleep(0.005)
-            seen.append(((await replica(first, "rep_a")).version, (await states(first))[1]))
+            await failed.wait()
+            seen = ((await replica(first, "rep_a")).version, (await states(first))[1])
+            looked.set()
             assert (await handle.result()).decision == "promoted"
-    # Before the proof is committed the row does not claim it; nothing is live before the promotion.
-    assert seen[0] in ([(None, "trained")] if "update" in point else [(1, "canary")])
+    # The row claims no more than was proven and committed; nothing is live before the promotion.
+    assert seen == ((None, "trained") if "update" in point else (1, "canary"))
     assert (await replica(first, "rep_a")).version == 1
     assert await decisions(first) == [(1, "promoted")]
