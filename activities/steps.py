@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.beats import heartbeats
 from archon.failpoints import failpoint
 from archon.records import Clock, IdSource, random_id, system_clock
 from archon.records.messages import AwaitInput, Claimed, StepNote, StepResult, Trained
@@ -123,7 +124,7 @@ class StepActivities:
 
     async def _change(self, work: Callable[[AsyncConnection], Awaitable[StepResult]]) -> StepResult:
         try:
-            async with self._db.begin() as c:
+            async with heartbeats(every=BEAT_SECONDS), self._db.begin() as c:
                 return await work(c)
         except UnknownManifest as error:
             raise _final(error) from error

@@ -68,7 +68,9 @@ def make_worker(
         workflow_runner=UnsandboxedWorkflowRunner(),
         deployment_config=DEPLOYMENT,
         max_cached_workflows=1000,
-        max_concurrent_activities=100,
+        # A group that waits for admission holds a slot, and must not keep the next batch from one.
+        max_concurrent_activities=2000,
+        max_concurrent_local_activities=16,
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),
         max_heartbeat_throttle_interval=timedelta(seconds=0.5),
         default_heartbeat_throttle_interval=timedelta(seconds=0.5),

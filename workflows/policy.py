@@ -139,7 +139,7 @@ class PolicyWorkflow:
             "await_batch",
             ask,
             start_to_close_timeout=timedelta(hours=1),
-            heartbeat_timeout=timedelta(seconds=10),
+            heartbeat_timeout=timedelta(seconds=5),
             retry_policy=_RETRY,
             cancellation_type=ActivityCancellationType.TRY_CANCEL,
             result_type=Claimed,
@@ -184,6 +184,7 @@ class PolicyWorkflow:
             "read_step",
             StepNote(manifest),
             start_to_close_timeout=timedelta(seconds=30),
+            heartbeat_timeout=timedelta(seconds=5),
             retry_policy=_RETRY,
             result_type=StepResult,
         )

@@ -143,7 +143,7 @@ class SessionWorkflow:
             return await workflow.execute_activity(
                 "record_reward",
                 RawReward(self._input.session_id, json.dumps(raw, default=repr), key),
-                start_to_close_timeout=timedelta(seconds=30),
+                start_to_close_timeout=timedelta(seconds=10),
                 retry_policy=_RETRY,
                 result_type=RewardReceipt,
             )

@@ -114,7 +114,8 @@ class TrainingStepWorkflow:
         return await workflow.execute_activity(
             activity,
             arg,
-            start_to_close_timeout=timedelta(seconds=60),
+            start_to_close_timeout=timedelta(minutes=5),
+            heartbeat_timeout=timedelta(seconds=5),
             retry_policy=_RETRY,
             result_type=StepResult,
         )
