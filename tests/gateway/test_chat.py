@@ -12,6 +12,8 @@ from archon.storage import tables
 from tests.gateway.kit import World
 from tests.kit.scripted_engine import Answer, ScriptedEngine
 
+pytestmark = pytest.mark.stack
+
 USER: Any = {"role": "user", "content": "hello"}
 
 

@@ -18,6 +18,8 @@ from tests.kit.scripted_engine import Answer, ScriptedEngine
 from tests.kit.stack import Databases, short_folder, wait_for_postgres
 from tests.kit.stack import running as run_process
 
+pytestmark = pytest.mark.stack
+
 USER: Any = {"role": "user", "content": "hello"}
 
 

@@ -19,6 +19,8 @@ from archon.storage import tables
 from tests.gateway.kit import World, secrets_of
 from tests.kit.scripted_engine import Answer, ScriptedEngine
 
+pytestmark = pytest.mark.stack
+
 USER: Any = {"role": "user", "content": "hello"}
 ROOT = Path(__file__).resolve().parents[2]
 

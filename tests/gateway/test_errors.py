@@ -9,6 +9,8 @@ import pytest
 from tests.gateway.kit import ADMIN, World
 from tests.kit.scripted_engine import Answer, ScriptedEngine
 
+pytestmark = pytest.mark.stack
+
 USER: Any = {"role": "user", "content": "hello"}
 
 

@@ -15,6 +15,8 @@ from gateway.history import unpack_ids
 from tests.gateway.kit import ENGINE_TOKEN, World
 from tests.kit.scripted_engine import Answer, ScriptedEngine
 
+pytestmark = pytest.mark.stack
+
 USER: Any = {"role": "user", "content": "hello"}
 
 

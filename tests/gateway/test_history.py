@@ -3,11 +3,15 @@
 import asyncio
 import hashlib
 
+import pytest
+
 from archon.records import Interaction, InteractionStatus
 from archon.storage.interactions import whole_ids
 from gateway.history import pack_ids, unpack_ids
 from tests.gateway.kit import World
 from tests.kit.scripted_engine import Answer, ScriptedEngine
+
+pytestmark = pytest.mark.stack
 
 Message = dict[str, object]
 

@@ -11,6 +11,8 @@ from archon.storage import tables
 from tests.gateway.kit import ADMIN, ENGINE_TOKEN, World
 from tests.kit.scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.stack
+
 USER: Any = {"role": "user", "content": "hello"}
 CHAT: Any = {"model": "default", "messages": [USER]}
 POLICIES = ("red", "blue")

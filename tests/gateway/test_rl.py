@@ -9,6 +9,8 @@ from archon.storage import tables
 from tests.gateway.kit import ADMIN, World
 from tests.kit.scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.stack
+
 USER: Any = {"role": "user", "content": "hello"}
 
 

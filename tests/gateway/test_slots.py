@@ -15,6 +15,8 @@ from tests.gateway.kit import ADMIN, Clock, World, running
 from tests.kit.scripted_engine import Answer, ScriptedEngine
 from tests.kit.stack import Databases
 
+pytestmark = pytest.mark.stack
+
 USER: Any = {"role": "user", "content": "hello"}
 CLOCK = Clock()
 
