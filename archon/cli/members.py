@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from temporalio import activity
-from temporalio.exceptions import ApplicationError
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from activities.beats import heartbeats
 from archon.cli.agents import Agents, Order, Report
@@ -148,6 +148,7 @@ class Members:
                     "the rollout was stopped; start it again with the same --run-id",
                     results,
                     type="HostStopped",
+                    category=ApplicationErrorCategory.BENIGN,
                 ) from None
             raise
         return results
