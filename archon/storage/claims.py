@@ -57,7 +57,7 @@ async def claim(
     now: datetime,
     new_id: IdSource = random_id,
 ) -> Claimed:
-    """Bind the next batch, or say why there is none; ``at_least`` groups make do, 0: a whole one."""
+    """Bind the next batch, or say why there is none; ``at_least`` groups do, 0: a whole batch."""
     locked = await lock_policy(c, tenant_id, policy_id)
     policy = loads(PolicySettings, locked.settings)
     chain = await read_chain(c, tenant_id, policy_id, policy.max_staleness + policy.max_ahead + 1)

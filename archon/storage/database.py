@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 READY_CHANNEL = "archon_ready"
-"""Notified with ``tenant/policy`` when samples became ready, a version was committed or promoted."""
+"""Notified with ``tenant/policy``: samples are ready, a version was committed or promoted."""
 
 OUTBOX_CHANNEL = "archon_outbox"
 """Notified when an outbox entry was written."""
@@ -86,7 +86,7 @@ class Listener:
             await self._connection.close()
 
     async def wait(self, timeout: float) -> list[str]:
-        """Payloads that arrived within ``timeout`` seconds; returns at the first, maybe with more."""
+        """Payloads that came within ``timeout`` seconds; returns at the first, maybe with more."""
         assert self._connection is not None, "used outside of its async with"
         payloads = [
             note.payload async for note in self._connection.notifies(timeout=timeout, stop_after=1)
