@@ -1,14 +1,18 @@
 """Chat completions by the OpenAI SDK: what the client sees, and the row that is stored."""
 
+import contextlib
 import hashlib
+import re
 from array import array
 from typing import Any
 
+import httpx
 import pytest
 
 from archon.codec import messages_digest
 from archon.records import InteractionStatus
-from archon.storage import tables
+from gateway import chat
+from gateway.errors import unavailable
 from tests.gateway.kit import World
 from tests.kit.scripted_engine import Answer, ScriptedEngine
 
@@ -345,15 +349,29 @@ async def test_text_that_postgres_cannot_hold(ready: World, engine: ScriptedEngi
     assert second.messages[0]["content"] == "\ufffd half"
 
 
-async def test_the_row_is_there_when_the_answer_ends(ready: World, engine: ScriptedEngine) -> None:
-    engine.push(Answer(ready.ids("abc"), delays=[0.05]))
-    client = ready.openai((await ready.start())["api_key"])
-    stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)
-    before = 0
-    async for chunk in stream:
-        rows = len(await ready.rows(tables.interaction))
-        if chunk.choices[0].finish_reason:
-            assert rows == 1
-        elif chunk.choices[0].delta.content and rows == 0:
-            before += 1
-    assert before > 0
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_waits_for_the_commit(
+    ready: World, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Without its row an answer has no end, and its tool call and what follows stay here."""
+
+    async def refuse(*_: object) -> None:
+        raise unavailable("a test says so")
+
+    monkeypatch.setattr(chat, "put_interaction", refuse)
+    engine.push(Answer(ready.ids(f"{CALL} after"), delays=[0.005]))
+    key = (await ready.start())["api_key"]
+    body = {"model": "m", "messages": [USER], "tools": [TOOL], "stream": stream}
+    seen = ""
+    with contextlib.suppress(httpx.RemoteProtocolError):
+        async with ready.http.stream(
+            "POST", "/v1/chat/completions", json=body, headers={"x-api-key": key}
+        ) as response:
+            async for part in response.aiter_text():
+                seen += part
+    assert response.status_code == (200 if stream else 503) and "a test says so" in seen
+    said = "".join(re.findall(r'"content":"(.*?)"', seen))
+    assert said == ("well" if stream else "")
+    for late in ("tool_calls", "look", '"finish_reason":"', "[DONE]"):
+        assert late not in seen
+    assert await ready.interactions() == []
