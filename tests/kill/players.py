@@ -17,6 +17,7 @@ from examples.number_game.game import NumberGame
 from tests.kit.invariants import Acknowledged
 
 RETRIES, PAUSE_S = 60, 0.5
+THINKING_S = 0.5
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Player(threading.Thread):
             # Never two equal ones: a batch without a signal is no step, and steps are awaited here.
             reward = self._episode(key, target) + self._random.random() / 10
             self._reward(key, reward)
+            self.stop.wait(THINKING_S)
             with self._ledger.lock:
                 self._ledger.episodes += 1
 

@@ -44,12 +44,12 @@ group_timeout = 30
 
 @pytest.fixture(scope="module")
 def installation() -> Iterator[Installation]:
-    """``archon up`` whose engine dies once, after the first optimizer step of its third step."""
+    """``archon up`` whose engine dies once, in the middle of its third step of four epochs each."""
     with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
         write_policy(folder / "model")
         (folder / "archon.toml").write_text(CONFIG)
         (folder / "fired").mkdir(mode=0o777)
-        patch.setenv("ARCHON_FAILPOINTS", "trainer.mid_step=kill@3")
+        patch.setenv("ARCHON_FAILPOINTS", "trainer.mid_step=kill@10")
         patch.setenv("ARCHON_FAILPOINT_DIR", str(folder / "fired"))
         made = Installation(folder)
         made.up()
