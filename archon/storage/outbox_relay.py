@@ -4,14 +4,15 @@ Invariant: an entry stays unsent until its signal was accepted; so a crash betwe
 again, which does no harm, and never loses it.
 
 A reward that will close its session is held until it may: before that its workflow could only look
-and set a timer.
+and set a timer. The start of a session is held for ``START_HOLD``: most short episodes are over by
+then, and their workflow is told all of it at once.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import psycopg
 import sqlalchemy as sa
@@ -21,6 +22,7 @@ from archon.records import PolicySettings, loads
 from archon.records.messages import SessionTimes, Wake
 from archon.storage.database import libpq_url
 
+START_HOLD = timedelta(seconds=1)
 _RANK = {"session": 0, "reward": 1, "close": 2}
 
 # The oldest entries, whole sessions only: a session's news goes out as one signal.
@@ -30,6 +32,8 @@ WITH fresh AS (
   FROM outbox o JOIN session s USING (session_id)
   WHERE o.sent_at IS NULL AND o.session_id <> ALL(:skip)
     AND NOT (o.kind = 'reward' AND s.state = 'open' AND coalesce(s.close_after > :now, false))
+    AND NOT (o.kind = 'session' AND s.state = 'open' AND coalesce(s.close_after > :now, true)
+             AND o.created_at > CAST(:started AS timestamptz))
 ), due AS (
   SELECT session_id FROM (
     SELECT session_id, outbox_id FROM fresh ORDER BY outbox_id LIMIT :entries
@@ -42,8 +46,11 @@ WHERE fresh.session_id IN (SELECT session_id FROM due)
 ORDER BY fresh.outbox_id
 """)
 _NEXT_DUE = sa.text("""
-SELECT min(s.close_after) FROM outbox o JOIN session s USING (session_id)
-WHERE o.sent_at IS NULL AND o.kind = 'reward' AND s.state = 'open' AND s.close_after > :now
+SELECT least(
+  min(s.close_after) FILTER (WHERE o.kind = 'reward' AND s.close_after > :now),
+  min(o.created_at) FILTER (WHERE o.kind = 'session') + CAST(:hold AS interval)
+) FROM outbox o JOIN session s USING (session_id)
+WHERE o.sent_at IS NULL AND s.state = 'open' AND o.kind IN ('reward', 'session')
 """)
 _MARK = sa.text("UPDATE outbox SET sent_at = :now WHERE outbox_id = ANY(:ids) AND sent_at IS NULL")
 _LOCK = "SELECT pg_try_advisory_lock(hashtextextended('archon.outbox-relay', 0))"
@@ -66,7 +73,13 @@ async def unsent(
     c: AsyncConnection, now: datetime, *, skip: Collection[str] = (), sessions: int = 200
 ) -> list[News]:
     """The sessions with the oldest unsent entries that are due, without those in ``skip``."""
-    values = {"now": now, "skip": list(skip), "sessions": sessions, "entries": 4 * sessions}
+    values = {
+        "now": now,
+        "started": now - START_HOLD,
+        "skip": list(skip),
+        "sessions": sessions,
+        "entries": 4 * sessions,
+    }
     news: dict[str, News] = {}
     settings: dict[tuple[str, str], SessionTimes] = {}
     for row in await c.execute(_UNSENT, values):
@@ -93,7 +106,8 @@ async def unsent(
 
 async def next_due(c: AsyncConnection, now: datetime) -> datetime | None:
     """When the first of the held entries may go."""
-    due: datetime | None = (await c.execute(_NEXT_DUE, {"now": now})).scalar_one()
+    values = {"now": now, "hold": START_HOLD}
+    due: datetime | None = (await c.execute(_NEXT_DUE, values)).scalar_one()
     return due
 
 

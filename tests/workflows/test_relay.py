@@ -14,7 +14,7 @@ from archon.records import Outbox
 from archon.records.messages import SessionTimes, Wake, session_workflow_id
 from archon.storage import Database
 from archon.storage import tables as t
-from archon.storage.outbox_relay import next_due, unsent
+from archon.storage.outbox_relay import START_HOLD, next_due, unsent
 from tests.workflows.scene import NOW, POLICY, TENANT, Scene
 
 pytestmark = pytest.mark.stack
@@ -79,7 +79,7 @@ async def test_a_sessions_news_are_one_signal_of_the_most_telling_kind(
     assert await relay(fake, scene.db).relay_once() == 0
     async with scene.db.connect() as c:
         await tell(scene, "a", "session")
-        (news,) = await unsent(c, NOW)
+        (news,) = await unsent(c, NOW + START_HOLD)
     assert news.times == SessionTimes("reward", 1.5, 5.0, 3600.0, 3600.0)
 
 
@@ -90,7 +90,7 @@ async def test_a_reward_that_closes_is_held_until_it_may(scene: Scene, fake: Fak
     await tell(scene, "a", "session")
     await tell(scene, "a", "reward", "r1")
     assert await relay(fake, scene.db).relay_once() == 1
-    assert fake.sent == [("a", None)], "the start goes at once"
+    assert fake.sent == [("a", None)], "the start does not wait for it"
     assert await left(scene) == [("a", "reward")]
     async with scene.db.connect() as c:
         assert await next_due(c, NOW) == due
@@ -101,6 +101,27 @@ async def test_a_reward_that_closes_is_held_until_it_may(scene: Scene, fake: Fak
     assert await relay(fake, scene.db).relay_once() == 1
     assert fake.sent[1:] == [("a", Wake("close", "a"))]
     assert await left(scene) == []
+
+
+async def test_a_start_is_held_so_that_a_short_episode_is_told_at_once(scene: Scene) -> None:
+    await scene.policy()
+    await scene.session("long")
+    await scene.session("short")
+    await tell(scene, "long", "session")
+    await tell(scene, "short", "session")
+    async with scene.db.connect() as c:
+        assert await unsent(c, NOW) == []
+        assert await next_due(c, NOW) == NOW + START_HOLD
+        assert [n.session_id for n in await unsent(c, NOW + START_HOLD)] == ["long", "short"]
+    await tell(scene, "short", "reward", "r1")
+    async with scene.db.begin() as c:
+        await c.execute(
+            sa.update(t.session).values(close_after=NOW).where(t.session.c.session_id == "short")
+        )
+    async with scene.db.connect() as c:
+        (news,) = await unsent(c, NOW)
+    assert news.wake == Wake("reward", "r1")
+    assert len(news.outbox_ids) == 2, "the start is part of it: no second workflow may follow"
 
 
 async def test_what_temporal_did_not_take_is_sent_later_and_only_that(
