@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from archon.standing_back import REPLICA, stand_back
 from engine.serving.server import DTYPES, Engine, Options
 
 
@@ -69,6 +70,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def main() -> int:
     """The exit code: 1 when the decoding thread failed."""
+    stand_back(REPLICA)
     engine = Engine(parse())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     torch.set_num_threads(engine.options.threads)

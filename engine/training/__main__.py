@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from archon.standing_back import TRAINER, stand_back
 from engine.training.process import end_with_parent, refuse_more_ranks, serve
 
 
@@ -14,6 +15,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the arithmetic")
     arguments = parser.parse_args()
     end_with_parent()
+    stand_back(TRAINER)
     try:
         refuse_more_ranks()
     except ValueError as error:
