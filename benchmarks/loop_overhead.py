@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 SPANS = ("seconds_logprobs", "seconds_forward_backward", "seconds_optimizer")
-CONTEXT = 4096
+CONTEXT = 1024
 CONFIG = """
 data_dir = "data"
 [gateway]
