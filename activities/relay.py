@@ -9,10 +9,11 @@ import asyncio
 import functools
 import logging
 import time
+from collections import deque
+from datetime import datetime, timedelta
 from typing import Literal
 
 import psycopg
-from sqlalchemy.exc import SQLAlchemyError
 from temporalio.client import Client
 from temporalio.common import (
     SearchAttributeKey,
@@ -35,11 +36,15 @@ from archon.records.messages import (
     session_workflow_id,
 )
 from archon.storage import OUTBOX_CHANNEL, Database, Listener
-from archon.storage.outbox_relay import News, mark_sent, next_due, relay_lock, unsent
+from archon.storage.direct import DirectPool
+from archon.storage.outbox_relay import START_HOLD, News, mark_sent, next_due, relay_lock, unsent
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
+MIN_PAUSE_SECONDS = 0.02
+# When more sessions begin in a second, their starts are held.
+MANY_STARTS = 5
 AT_ONCE = 16
 MAX_PAUSE_SECONDS = 2.0
 # What says nothing about the session: the next round tries again.
@@ -61,6 +66,8 @@ class Relay:
     ) -> None:
         self._client, self._db, self._queue = client, db, main_queue(queue_prefix)
         self._clock = clock
+        self._pool = DirectPool(db.url, 1)
+        self._began: deque[datetime] = deque(maxlen=MANY_STARTS)
         self._refused: dict[str, tuple[float, int]] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
 
@@ -77,8 +84,9 @@ class Relay:
                         while await self.relay_once():
                             failures = 0
                         await listener.wait(await self._pause())
-            except (TemporalAway, SQLAlchemyError, psycopg.Error, OSError) as error:
+            except (TemporalAway, psycopg.Error, OSError) as error:
                 failures += 1
+                await self._pool.forget()
                 pause = min(0.1 * 2.0 ** min(failures, 10), MAX_PAUSE_SECONDS)
                 log.warning("relay waits %.1f s: %s", pause, str(error).splitlines()[0])
                 await asyncio.sleep(pause)
@@ -86,27 +94,37 @@ class Relay:
     async def _pause(self) -> float:
         """Until something that is held is due; for news there is a notification."""
         now = self._clock()
-        async with self._db.connect() as c:
-            due = await next_due(c, now)
-        return POLL_SECONDS if due is None else min((due - now).total_seconds(), POLL_SECONDS)
+        async with self._pool.connect() as c:
+            due = await next_due(c, now, self._hold(now))
+        if due is None:
+            return POLL_SECONDS
+        return min(max((due - now).total_seconds(), MIN_PAUSE_SECONDS), POLL_SECONDS)
 
     async def relay_once(self) -> int:
         """One round; returns how many sessions were told."""
-        now = time.monotonic()
-        skip = [name for name, (until, _) in self._refused.items() if until > now]
-        async with self._db.connect() as c:
-            news = await unsent(c, self._clock(), skip=skip)
+        now = self._clock()
+        skip = [name for name, (until, _) in self._refused.items() if until > time.monotonic()]
+        async with self._pool.connect() as c:
+            news = await unsent(c, now, hold=self._hold(now), skip=skip)
         if not news:
             return 0
         outcomes = await asyncio.gather(*(self._tell(item) for item in news))
         told = [item for item, outcome in zip(news, outcomes, strict=True) if outcome == "told"]
+        self._began.extend(item.began for item in told if item.began)
         if told:
             failpoint("relay.after_signal")
-            async with self._db.begin() as c:
+            async with self._pool.connect() as c:
                 await mark_sent(c, [i for item in told for i in item.outbox_ids], self._clock())
         if away := outcomes.count("away"):
             raise TemporalAway(f"{away} of {len(news)} signals were not taken")
         return len(told)
+
+    def _hold(self, now: datetime) -> timedelta:
+        """How long a start waits: not at all while starts are few, so that a person sees them."""
+        if len(self._began) < MANY_STARTS or self._began[-1] < now - 2 * START_HOLD:
+            return timedelta(0)
+        many = self._began[-1] - self._began[0] < timedelta(seconds=1)
+        return START_HOLD if many else timedelta(0)
 
     async def _tell(self, item: News) -> Literal["told", "away", "refused"]:
         try:
@@ -138,7 +156,7 @@ class Relay:
             await begin(start_signal="wake", start_signal_args=[item.wake])
             return
         try:
-            await begin(request_eager_start=True)
+            await begin()
         except WorkflowAlreadyStartedError:
             return
 

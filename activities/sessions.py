@@ -5,8 +5,11 @@ the one before it.
 """
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 
+import psycopg
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
@@ -14,24 +17,37 @@ from archon.failpoints import failpoint
 from archon.records import REWARD, Clock, IdSource, Reward, parse_reward, random_id, system_clock
 from archon.records.messages import RawReward, RewardReceipt, Settled, SettleInput
 from archon.storage import Database
+from archon.storage.direct import Direct, DirectPool
 from archon.storage.policies import PolicyCache
 from archon.storage.rewards import RewardConflict, put_reward
 from archon.storage.sealing import UnknownSession, settle
 from archon.storage.sessions import find_session
+
+CONNECTIONS = 8
 
 
 class SessionActivities:
     def __init__(
         self, db: Database, clock: Clock = system_clock, new_id: IdSource = random_id
     ) -> None:
-        self._db, self._clock, self._new_id = db, clock, new_id
+        self._pool = DirectPool(db.url, CONNECTIONS)
+        self._clock, self._new_id = clock, new_id
         self._policies = PolicyCache()
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[Direct]:
+        try:
+            async with self._pool.transaction() as c:
+                yield c
+        except psycopg.OperationalError:
+            await self._pool.forget()
+            raise
 
     @activity.defn
     async def settle_session(self, ask: SettleInput) -> Settled:
         """Close and seal the session as far as that is due."""
         try:
-            async with self._db.begin() as c:
+            async with self._transaction() as c:
                 settled = await settle(c, ask.session_id, close=ask.close, now=self._clock())
                 if settled.revision:
                     failpoint("seal.before_commit")
@@ -46,7 +62,7 @@ class SessionActivities:
         """A reward that came by Temporal, as a row like any other; once per ``raw.key``."""
         parsed = parse_reward(json.loads(raw.raw))
         now = self._clock()
-        async with self._db.begin() as c:
+        async with self._transaction() as c:
             session = await find_session(c, raw.session_id)
             if session is None:
                 raise _final(UnknownSession(f"there is no session {raw.session_id}"))

@@ -21,7 +21,7 @@ from archon.records import (
 from archon.records.messages import GroupPlan, LostMembers
 from archon.storage import tables as t
 from archon.storage.rows import fetch_one, insert_record
-from archon.storage.sealing import finish_group, lock_group
+from archon.storage.sealing_rows import finish_group, lock_group
 from archon.storage.sessions import close_session
 from archon.storage.versions import lock_policy, read_chain
 

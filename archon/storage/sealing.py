@@ -12,56 +12,37 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Any
-
-import sqlalchemy as sa
-from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from archon.records import (
     CloseReason,
-    Group,
     Interaction,
     PolicySettings,
-    Return,
     Reward,
     Sample,
     SampleState,
     Session,
     SessionState,
-    loads,
 )
 from archon.records.messages import Settled
-from archon.storage import tables as t
+from archon.storage import sealing_rows as rows
 from archon.storage.credit import counted, discounted, superseded, taking_part, unplaced
-from archon.storage.database import READY_CHANNEL
+from archon.storage.direct import Connection
 from archon.storage.packing import Packed, pack
-from archon.storage.render import values
-from archon.storage.rows import as_record, fetch_all
 
 LATE_FOR_GROUP = "late_for_group"
-
-
-# The texts of a call are large and no credit depends on them.
-_CALLS = sa.select(
-    *(column for column in t.interaction.c if column.name not in ("messages", "answer")),
-    sa.literal_column("'[]'::jsonb").label("messages"),
-    sa.literal_column("'{}'::jsonb").label("answer"),
-)
 
 
 class UnknownSession(ValueError):
     """There is no session of that id."""
 
 
-async def settle(
-    c: AsyncConnection, session_id: str, *, close: bool = False, now: datetime
-) -> Settled:
+async def settle(c: Connection, session_id: str, *, close: bool = False, now: datetime) -> Settled:
     """Close and seal the session as far as that is due, and say when to look again."""
-    session, policy = await _locked(c, session_id)
-    rewards = await fetch_all(
-        c, Reward, sa.select(t.reward).where(t.reward.c.session_id == session_id)
-    )
+    locked = await rows.lock_session(c, session_id)
+    if locked is None:
+        raise UnknownSession(f"there is no session {session_id} with a policy")
+    session, policy = locked
+    rewards = await rows.read_rewards(c, session_id)
     after, wait = session, 0.0
     if session.state == SessionState.OPEN:
         after, wait = _closed_if_due(session, policy, close, now)
@@ -90,23 +71,6 @@ class _Case:
     now: datetime
 
 
-async def _locked(c: AsyncConnection, session_id: str) -> tuple[Session, PolicySettings]:
-    query = (
-        sa.select(t.session, t.policy.c.settings)
-        .join(
-            t.policy,
-            (t.policy.c.tenant_id == t.session.c.tenant_id)
-            & (t.policy.c.policy_id == t.session.c.policy_id),
-        )
-        .where(t.session.c.session_id == session_id)
-        .with_for_update(of=t.session)
-    )
-    row = (await c.execute(query)).one_or_none()
-    if row is None:
-        raise UnknownSession(f"there is no session {session_id} with a policy")
-    return as_record(Session, row), loads(PolicySettings, row.settings)
-
-
 def _closed_if_due(
     session: Session, policy: PolicySettings, close: bool, now: datetime
 ) -> tuple[Session, float]:
@@ -127,12 +91,10 @@ def _closed_if_due(
     return closed, 0.0
 
 
-async def _credit(c: AsyncConnection, case: _Case, told: Settled) -> Settled:
+async def _credit(c: Connection, case: _Case, told: Settled) -> Settled:
     """From here on the session takes no calls."""
     session = case.session
-    calls = await fetch_all(
-        c, Interaction, _CALLS.where(t.interaction.c.session_id == session.session_id)
-    )
+    calls = await rows.read_calls(c, session.session_id)
     if not taking_part(calls):
         return await _end(c, case, told, SessionState.EMPTY)
     lost = unplaced(calls, case.rewards)
@@ -144,126 +106,60 @@ async def _credit(c: AsyncConnection, case: _Case, told: Settled) -> Settled:
     due = session.closed_at + timedelta(seconds=case.policy.reward_timeout)
     if due <= case.now:
         return await _end(c, case, told, SessionState.UNSCORED)
-    await _update(c, case, session)
+    await rows.update_session(c, case.row, session)
     return dataclasses.replace(told, wait=(due - case.now).total_seconds())
 
 
-async def _end(c: AsyncConnection, case: _Case, told: Settled, state: SessionState) -> Settled:
+async def _end(c: Connection, case: _Case, told: Settled, state: SessionState) -> Settled:
     """Without samples, but the session's group need not wait for it any more."""
-    await lock_group(c, case.session.group_id)
-    await _update(c, case, dataclasses.replace(case.session, state=state, sealed_at=case.now))
-    await finish_group(c, case.session)
+    await rows.lock_group(c, case.session.group_id)
+    ended = dataclasses.replace(case.session, state=state, sealed_at=case.now)
+    await rows.update_session(c, case.row, ended)
+    await rows.finish_group(c, case.session)
     return dataclasses.replace(told, state=state.value)
 
 
-async def _seal(
-    c: AsyncConnection, case: _Case, told: Settled, calls: Sequence[Interaction]
-) -> Settled:
+async def _seal(c: Connection, case: _Case, told: Settled, calls: Sequence[Interaction]) -> Settled:
     session = case.session
-    group_state = await lock_group(c, session.group_id)
+    group_state = await rows.lock_group(c, session.group_id)
     first = session.state != SessionState.SEALED
     value = discounted(calls, case.rewards, case.policy.gamma)
-    revision, newest = (0, {}) if first else await _newest_returns(c, session.session_id)
+    revision, newest = (0, {}) if first else await rows.newest_returns(c, session.session_id)
     if value == newest:
         return told
-    made = [
-        Return(
-            interaction_id=name,
-            revision=revision + 1,
-            session_id=session.session_id,
-            tenant_id=session.tenant_id,
-            policy_id=session.policy_id,
-            value=number,
-            reward_seq=told.reward_seq,
-            created_at=case.now,
-        )
-        for name, number in value.items()
-    ]
-    await c.execute(insert(t.returns), [values(item) for item in made])
+    await rows.add_returns(c, session, revision + 1, value, told.reward_seq, case.now)
     samples, late = 0, False
     if first:
         samples = await _pack(c, case, calls, group_state)
     else:
-        late = await _is_bound(c, session.session_id)
+        late = await rows.is_bound(c, session.session_id)
     sealed = dataclasses.replace(
         session,
         state=SessionState.SEALED,
         sealed_at=session.sealed_at if not first else case.now,
         sealed_reward_seq=told.reward_seq,
     )
-    await _update(c, case, sealed)
+    await rows.update_session(c, case.row, sealed)
     if first:
-        await finish_group(c, session)
+        await rows.finish_group(c, session)
     return dataclasses.replace(
         told, state=sealed.state.value, samples=samples, revision=revision + 1, late=late
     )
 
 
-async def _newest_returns(c: AsyncConnection, session_id: str) -> tuple[int, dict[str, float]]:
-    r = t.returns.c
-    top = sa.select(sa.func.max(r.revision)).where(r.session_id == session_id).scalar_subquery()
-    rows = (
-        await c.execute(
-            sa.select(r.interaction_id, r.value, r.revision).where(
-                r.session_id == session_id, r.revision == top
-            )
-        )
-    ).all()
-    return rows[0].revision if rows else 0, {row.interaction_id: row.value for row in rows}
-
-
-async def _is_bound(c: AsyncConnection, session_id: str) -> bool:
-    s = t.sample.c
-    bound = [SampleState.CLAIMED.value, SampleState.TRAINED.value]
-    query = sa.select(s.sample_id).where(s.session_id == session_id, s.state.in_(bound)).limit(1)
-    return (await c.execute(query)).first() is not None
-
-
-async def _pack(
-    c: AsyncConnection, case: _Case, calls: Sequence[Interaction], group_state: str
-) -> int:
+async def _pack(c: Connection, case: _Case, calls: Sequence[Interaction], group_state: str) -> int:
     """Write the session's samples, and what was found about its calls."""
     part = taking_part(calls)
     ids = {i.interaction_id for i in part}
     others = [i for i in calls if i.interaction_id not in ids]
-    packing = pack(part, [*others, *await _ancestors(c, calls)], case.policy.samples)
-    await _flag(c, superseded(calls), packing.gaps)
+    packing = pack(part, [*others, *await rows.read_ancestors(c, calls)], case.policy.samples)
+    await rows.flag_calls(c, superseded(calls), packing.gaps)
     if not case.session.trainable or not packing.samples:
         return 0
     fresh = group_state in ("open", "ready")
-    rows = [values(_sample(case, packed, fresh)) for packed in packing.samples]
-    await c.execute(insert(t.sample).on_conflict_do_nothing(), rows)
-    return len(rows) if fresh else 0
-
-
-async def _ancestors(c: AsyncConnection, calls: Sequence[Interaction]) -> list[Interaction]:
-    """Calls of the slot's earlier sessions that prefixes go back to."""
-    known = {i.interaction_id for i in calls}
-    found: list[Interaction] = []
-    missing = {i.prefix_parent for i in calls if i.prefix_parent} - known
-    while missing:
-        query = _CALLS.where(t.interaction.c.interaction_id.in_(missing))
-        step = await fetch_all(c, Interaction, query)
-        found += step
-        known |= missing
-        missing = {i.prefix_parent for i in step if i.prefix_parent} - known
-    return found
-
-
-async def _flag(c: AsyncConnection, retried: set[str], gaps: dict[str, list[str]]) -> None:
-    i = t.interaction.c
-    if retried:
-        await c.execute(
-            sa.update(t.interaction)
-            .where(i.interaction_id.in_(retried))
-            .values(status="superseded")
-        )
-    for name, found in gaps.items():
-        await c.execute(
-            sa.update(t.interaction)
-            .where(i.interaction_id == name)
-            .values(evidence_gaps=i.evidence_gaps.op("||")(sa.cast(found, i.evidence_gaps.type)))
-        )
+    for packed in packing.samples:
+        await rows.add_sample(c, _sample(case, packed, fresh))
+    return len(packing.samples) if fresh else 0
 
 
 def _sample(case: _Case, packed: Packed, fresh: bool) -> Sample:
@@ -282,62 +178,3 @@ def _sample(case: _Case, packed: Packed, fresh: bool) -> Sample:
         created_at=case.now,
         **content,
     )
-
-
-async def _update(c: AsyncConnection, case: _Case, session: Session) -> None:
-    """Write what changed; compare-and-set on the state and the reward sequence that were read."""
-    old, new = values(case.row), values(session)
-    changed = {name: value for name, value in new.items() if value != old[name]}
-    if not changed:
-        return
-    s = t.session.c
-    result = await c.execute(
-        sa.update(t.session)
-        .where(
-            s.session_id == session.session_id,
-            s.state == case.row.state.value,
-            s.sealed_reward_seq == case.row.sealed_reward_seq,
-        )
-        .values(changed)
-    )
-    assert result.rowcount == 1, f"session {session.session_id} changed under its lock"
-
-
-_LOCK_GROUP = sa.text("SELECT state FROM rollout_group WHERE group_id = :group_id FOR UPDATE")
-
-# Whole: as many sealed members as planned, or nobody left to wait for. A group that has nothing
-# to train on is over at once.
-_FINISH_GROUP = sa.text("""
-WITH members AS (
-  SELECT count(*) FILTER (WHERE close_reason <> 'lost') AS n,
-         count(*) FILTER (WHERE state = 'sealed' AND trainable) AS sealed,
-         count(*) FILTER (WHERE state IN ('open', 'closed') AND trainable) AS waiting
-  FROM session WHERE group_id = :group_id
-), free AS (
-  SELECT count(*) AS n FROM sample WHERE group_id = :group_id AND state = 'free'
-), moved AS (
-  UPDATE rollout_group g SET state = CASE WHEN free.n > 0 THEN 'ready' ELSE 'done' END
-  FROM members, free
-  WHERE g.group_id = :group_id AND g.state = 'open'
-    AND (members.sealed >= g.size OR (members.waiting = 0 AND members.n >= g.size))
-  RETURNING 1
-)
-SELECT pg_notify(:channel, :payload) FROM moved
-""")
-
-
-async def lock_group(c: AsyncConnection, group_id: str) -> str:
-    """Members of a group finish one after the other, so that the last one sees that it is."""
-    row = (await c.execute(_LOCK_GROUP, {"group_id": group_id})).one_or_none()
-    assert row is not None, f"group {group_id} has members but no row"
-    return str(row.state)
-
-
-async def finish_group(c: AsyncConnection, session: Session | Group) -> None:
-    """open → ready or done, where the group (of the session) is whole."""
-    parameters: dict[str, Any] = {
-        "group_id": session.group_id,
-        "channel": READY_CHANNEL,
-        "payload": f"{session.tenant_id}/{session.policy_id}",
-    }
-    await c.execute(_FINISH_GROUP, parameters)

@@ -17,7 +17,7 @@ from archon.storage import READY_CHANNEL, Database, groups, notify
 from archon.storage import tables as t
 from archon.storage.groups import capacity
 from archon.storage.rows import insert_record
-from archon.storage.sealing import finish_group
+from archon.storage.sealing_rows import finish_group
 from tests.rollout.history import (
     POLICY,
     TENANT,

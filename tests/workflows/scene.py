@@ -193,7 +193,7 @@ class Scene:
                 await c.execute(
                     t.outbox.insert().values(
                         tenant_id=TENANT, policy_id=self.policy_id, session_id=session,
-                        kind="session", ref=session, created_at=NOW,
+                        kind="session", ref=session, created_at=made.created_at,
                     )
                 )  # fmt: skip
         return made
