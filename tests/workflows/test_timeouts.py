@@ -25,7 +25,7 @@ from archon.records.messages import (
     Wake,
 )
 from archon.storage import tables as t
-from tests.workflows.scene import POLICY, TENANT, Scene, chain
+from tests.workflows.scene import NOW, POLICY, TENANT, Scene, chain
 from workflows.session import SessionWorkflow
 
 pytestmark = pytest.mark.stack
@@ -49,14 +49,18 @@ class Lab:
         self.looked.append(round((now - self.start).total_seconds()))
         return await SessionActivities(self.scene.db, lambda: now).settle_session(ask)
 
-    async def begin(self) -> WorkflowHandle[Any, SessionStatus]:
+    async def begin(
+        self, closed: bool = False, **changes: Any
+    ) -> WorkflowHandle[Any, SessionStatus]:
         self.start = await self.env.get_current_time()
         await self.scene.policy(**TIMES)
-        await self.scene.session(calls=chain([7]), created_at=self.start)
+        await self.scene.session(calls=chain([7]), created_at=self.start, **changes)
+        if closed:
+            await self.scene.reward(1.0)
         return await self.env.client.start_workflow(
             "SessionWorkflow",
-            SessionInput("ses_1", TENANT, POLICY, SessionTimes(**TIMES)),
-            id=f"session-{self.start.timestamp()}",
+            SessionInput("ses_1", TENANT, POLICY, SessionTimes(**TIMES), closed),
+            id="session-ses_1",
             task_queue="lab",
             result_type=SessionStatus,
         )
@@ -134,16 +138,6 @@ async def test_a_reward_in_the_late_window_begins_the_window_anew(lab: Lab) -> N
 
 
 async def test_a_closed_session_is_looked_at_at_once(lab: Lab) -> None:
-    handle = await lab.begin()
-    await handle.terminate()
-    await lab.scene.reward(1.0)
-    async with lab.scene.db.begin() as c:
-        await c.execute(t.session.update().values(state="closed", closed_at=lab.at(0)))
-    again = await lab.env.client.execute_workflow(
-        "SessionWorkflow",
-        SessionInput("ses_1", TENANT, POLICY, SessionTimes(**TIMES), closed=True),
-        id="session-again",
-        task_queue="lab",
-        result_type=SessionStatus,
-    )
-    assert (again.state, again.seals, lab.looked) == ("sealed", 1, [0])
+    handle = await lab.begin(closed=True, state="closed", closed_at=NOW)
+    result = await handle.result()
+    assert (result.state, result.seals, lab.looked) == ("sealed", 1, [0])
