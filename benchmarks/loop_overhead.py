@@ -73,6 +73,19 @@ def write_model(folder: Path) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
+_PHASES = """
+SELECT extract(epoch FROM s.sealed_at - r.at), extract(epoch FROM m.created_at - s.sealed_at),
+       extract(epoch FROM v.created_at - m.created_at), extract(epoch FROM v.live_at - v.created_at)
+FROM policy_version v JOIN batch_manifest m USING (manifest_id)
+CROSS JOIN LATERAL (SELECT max(created_at) AS at FROM reward WHERE created_at < m.created_at) r
+CROSS JOIN LATERAL (
+    SELECT max(sealed_at) AS sealed_at FROM session JOIN sample USING (session_id)
+    WHERE manifest_id = v.manifest_id
+) s
+ORDER BY v.version DESC LIMIT 1
+"""
+
+
 class Stack:
     """``archon up`` in a folder of its own."""
 
@@ -108,6 +121,17 @@ class Stack:
         answer = self.admin.post("/rl/start_session", json=fields)
         answer.raise_for_status()
         return dict(answer.json())
+
+    def phases(self) -> dict[str, float]:
+        """Where the time of the newest version went, in seconds, by what the rows say."""
+        deadline = time.monotonic() + 30
+        with psycopg.connect(self.database_url, autocommit=True) as connection:
+            while (row := connection.execute(_PHASES).fetchone()) is None or None in row:
+                if time.monotonic() > deadline:
+                    raise SystemExit("the newest version is not live after 30 s")
+                time.sleep(0.05)
+        names = ("reward_to_seal", "seal_to_claim", "claim_to_commit", "commit_to_live")
+        return dict(zip(names, map(float, row), strict=True))
 
     def newest(self) -> tuple[int, dict[str, float]]:
         with psycopg.connect(self.database_url) as connection:
@@ -225,10 +249,12 @@ def measure(versions: int) -> dict[str, float]:
             time.sleep(1.0)
             overheads: list[float] = []
             stalls: list[float] = []
+            phases: list[dict[str, float]] = []
             for number in range(versions):
                 overhead, stalled = one_update(stack, streams)
                 overheads.append(overhead)
                 stalls += stalled
+                phases.append(stack.phases())
                 shown = ", ".join(f"{1000 * s:.0f}" for s in stalled)
                 print(f"{number + 1:3d}  overhead {overhead:6.3f} s   stalls {shown} ms")
             stop.set()
@@ -239,7 +265,8 @@ def measure(versions: int) -> dict[str, float]:
     if len(stalls) < 10:
         raise SystemExit("too few streams were open during the updates")
     gaps = [b[0] - a[0] for s in streams for a, b in zip(s.tokens, s.tokens[1:], strict=False)]
-    return {
+    parts = {f"{name}_s": statistics.median(p[name] for p in phases) for name in phases[0]}
+    return parts | {
         "overhead_s": statistics.median(overheads),
         "overhead_max_s": max(overheads),
         "stall_p99_ms": 1000 * statistics.quantiles(stalls, n=100, method="inclusive")[98],
