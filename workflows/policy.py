@@ -94,8 +94,14 @@ class PolicyWorkflow:
 
     @workflow.signal
     def step_finished(self, result: StepResult) -> None:
-        """From whichever run of the step finished. It is a hint: the manifest's row is read."""
+        """From whichever run of the step finished. It is a hint: the manifest's row is read.
+
+        The rollout of a new version begins at once, beside that: it looks at the version's row.
+        """
         self._told.add(result.manifest_id)
+        awaited = result.manifest_id == self._state.waiting_manifest
+        if awaited and result.outcome == "committed" and result.version > self._state.to_roll:
+            self._state = replace(self._state, to_roll=result.version)
 
     @workflow.query
     def status(self) -> PolicyStatus:
