@@ -9,7 +9,7 @@ from typing import Any
 
 from examples.number_game.game import NUMBERS
 
-STEPS = 80
+STEPS = 50
 GROUPS_PER_STEP = 8
 GROUP_SIZE = 8
 MAX_STALENESS = 2
