@@ -25,7 +25,7 @@ with workflow.unsafe.imports_passed_through():
 
 ATTENTION = SearchAttributeKey.for_keyword(ATTR_ATTENTION)
 VERSION = SearchAttributeKey.for_int(ATTR_VERSION)
-FAILED_STEP = "failed_step"
+FAILED_STEP, EMPTY_SIGNAL = "failed_step", "empty_signal"
 _TRAIN_RETRY = RetryPolicy(
     initial_interval=timedelta(milliseconds=200),
     maximum_interval=timedelta(seconds=10),
@@ -60,6 +60,8 @@ class TrainingStepWorkflow:
                 break
         if result.version >= 0:
             workflow.upsert_search_attributes([VERSION.value_set(result.version)])
+        elif result.outcome == EMPTY_SIGNAL:
+            workflow.upsert_search_attributes([ATTENTION.value_set(EMPTY_SIGNAL)])
         await self._tell(result)
         return result
 
@@ -91,8 +93,8 @@ class TrainingStepWorkflow:
         if trained.outcome == "trained":
             return await self._do("commit_step", trained)
         reason = trained.reason
-        if trained.outcome == "empty_signal":
-            reason = f"empty_signal: {reason}" if reason else "empty_signal"
+        if trained.outcome == EMPTY_SIGNAL:
+            reason = f"{EMPTY_SIGNAL}: {reason}" if reason else EMPTY_SIGNAL
         return await self._do("drop_step", StepNote(trained.manifest_id, reason or trained.outcome))
 
     async def _wait_for_a_person(self, error: ActivityError) -> StepResult:

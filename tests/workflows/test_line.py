@@ -287,6 +287,9 @@ async def test_an_empty_signal_makes_no_version_and_is_seen(scene: Scene, line: 
         step_workflow_id(manifest.manifest_id), result_type=StepResult
     ).result()
     assert result.outcome == "empty_signal"
+    name = step_workflow_id(manifest.manifest_id)
+    query = f"Attention='empty_signal' AND WorkflowId='{name}'"
+    await until(lambda: _listed(line, query, [name]), "attention")
     await until(lambda: phase(line, "waiting"), "waiting for the next batch")
     assert len(await scene.versions()) == 1
 
