@@ -14,10 +14,10 @@ import psycopg
 import pytest
 
 from archon.stack import database_url
-from examples.number_game.model import write_policy
 from tests.kill.players import Ledger, Player
 from tests.kit.installation import BACK_S, Installation, until
 from tests.kit.invariants import check_invariants
+from tests.kit.policies import tiny_policy
 from tests.kit.stack import short_folder
 
 pytestmark = [pytest.mark.stack, pytest.mark.kill, pytest.mark.timeout(600)]
@@ -46,7 +46,7 @@ group_timeout = 30
 def installation() -> Iterator[Installation]:
     """``archon up`` whose engine dies once, in the middle of its third step of four epochs each."""
     with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
-        write_policy(folder / "model")
+        tiny_policy(folder / "model")
         (folder / "archon.toml").write_text(CONFIG)
         (folder / "fired").mkdir(mode=0o777)
         patch.setenv("ARCHON_FAILPOINTS", "trainer.mid_step=kill@10")

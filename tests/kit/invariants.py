@@ -1,4 +1,4 @@
-"""Reads Postgres and the checkpoints, and names each invariant of the design that is broken.
+"""Reads Postgres, lake and checkpoints, and names each invariant of the design that is broken.
 
 Invariant: it trusts nothing that a process says of itself; digests, lengths, chains and counts are
 worked out again from the rows and files. The demo and every kill test end with it.
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import psycopg
+import pyarrow.parquet as pq
 from psycopg.rows import dict_row
 
 Row = dict[str, Any]
@@ -312,6 +313,37 @@ def check_checkpoints(url: str, kept: int = 2) -> list[Violation]:
     return found
 
 
+def check_lake(url: str, lake: str) -> list[Violation]:
+    """Each compacted session lies in its file, with the ids that Postgres has for its calls.
+
+    A file whose rows were committed a moment ago may still lie aside; that is not a violation.
+    """
+    with psycopg.connect(url, row_factory=dict_row) as connection:
+        files: dict[str, set[str]] = defaultdict(set)
+        for row in connection.execute("SELECT session_id, file FROM compacted_session"):
+            files[row["file"]].add(row["session_id"])
+        truth = {
+            row["interaction_id"]: row
+            for row in connection.execute(
+                "SELECT interaction_id, session_id, output_ids FROM interaction"
+            )
+        }
+    found: list[Violation] = []
+    for file, sessions in files.items():
+        place, aside = (f"{lake}/{part}interactions/{file}" for part in ("", "_aside/"))
+        path = next((p for p in (place, aside) if Path(p).is_file()), None)
+        if path is None:
+            found.append(Violation(5, file, "named by rows, and not in the lake"))
+            continue
+        rows = pq.read_table(path, columns=["interaction_id", "session_id", "output_ids"])
+        for row in rows.to_pylist():
+            if truth.get(row["interaction_id"], {}).get("output_ids") != row["output_ids"]:
+                found.append(Violation(2, row["interaction_id"], f"differs from {path}"))
+        if missing := sessions - set(rows["session_id"].to_pylist()):
+            found.append(Violation(5, file, f"lacks the sessions {sorted(missing)[:3]}"))
+    return found
+
+
 def check_invariants(
     data_dir: Path | str, acknowledged: Acknowledged | None = None
 ) -> list[Violation]:
@@ -319,7 +351,8 @@ def check_invariants(
     from archon.stack import database_url
 
     url = database_url(Path(data_dir))
-    return check_database(url, acknowledged) + check_checkpoints(url)
+    lake = str(Path(data_dir).absolute() / "lake")
+    return check_database(url, acknowledged) + check_checkpoints(url) + check_lake(url, lake)
 
 
 if __name__ == "__main__":

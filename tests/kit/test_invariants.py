@@ -5,9 +5,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from archon.storage import Database
-from tests.kit.history import write_history
-from tests.kit.invariants import Acknowledged, check_checkpoints, check_database
+from archon.storage import Database, lake
+from tests.kit.history import NOW, write_history
+from tests.kit.invariants import Acknowledged, check_checkpoints, check_database, check_lake
 
 pytestmark = pytest.mark.stack
 
@@ -77,3 +77,23 @@ async def test_a_checkpoint_must_be_whole(
     assert check_checkpoints(database_url) == []
     (weights / "model.safetensors").write_bytes(b"torn")
     assert [v.invariant for v in check_checkpoints(database_url)] == [8, 8]
+
+
+async def test_a_compacted_session_must_lie_in_its_file(
+    database: Database, database_url: str, tmp_path: Path
+) -> None:
+    await write_history(database)
+    async with database.begin() as c:
+        batch = await lake.next_batch(c, 10)
+        assert batch is not None and batch.sessions == ["ses_1"]
+        content = await lake.read_tables(c, batch)
+        await lake.record(c, batch, NOW)
+    assert [v.invariant for v in check_lake(database_url, str(tmp_path))] == [5]
+    files = lake.Lake(str(tmp_path))
+    files.write_aside(batch, content)
+    assert check_lake(database_url, str(tmp_path)) == []
+    files.publish(batch.file)
+    assert check_lake(database_url, str(tmp_path)) == []
+    with psycopg.connect(database_url) as connection:
+        connection.execute("UPDATE interaction SET output_ids = '' WHERE interaction_id = 'int_1'")
+    assert [v.where for v in check_lake(database_url, str(tmp_path))] == ["int_1"]

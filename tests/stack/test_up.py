@@ -23,10 +23,10 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Installation]:
-    from examples.number_game.model import write_policy
+    from tests.kit.policies import tiny_policy
 
     with short_folder() as folder:
-        write_policy(folder / "model")
+        tiny_policy(folder / "model")
         (folder / "archon.toml").write_text(
             "[gateway]\nport = 0\n[temporal]\nport = 0\nui_port = 0\n"
             '[policies.game]\nmodel = "model"\nmax_model_len = 64\nbatch_groups = 2\n'
