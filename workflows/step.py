@@ -103,6 +103,8 @@ class TrainingStepWorkflow:
         note = StepNote(self._input.manifest_id, f"{kind}: {cause}"[:2000])
         if kind == "StaleBatch":
             return await self._do("release_step", note)
+        if kind == "ManifestNotClaimed":  # an earlier run failed it, and this one was reset
+            return await self._do("retry_step", note)
         result = await self._do("fail_step", note)
         if result.outcome != "failed":
             return result

@@ -28,6 +28,7 @@ from archon.records.messages import (
     trainer_queue,
 )
 from archon.storage import Database
+from archon.storage.versions import read_manifest
 from tests.workflows.scene import TENANT, Scene
 from workflows.policy import PolicyWorkflow
 from workflows.session import SessionWorkflow
@@ -65,6 +66,10 @@ class Pretender:
     @activity.defn
     async def train_step(self, step: StepInput) -> Trained:
         self.trained.append(step.manifest_id)
+        async with self.db.connect() as c:
+            row = await read_manifest(c, step.manifest_id)
+        if row is not None and row.state == "failed":
+            raise ApplicationError("it is failed", type="ManifestNotClaimed", non_retryable=True)
         if self.script:
             planned = self.script.pop(0)
             if isinstance(planned, ApplicationError):

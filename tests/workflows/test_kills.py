@@ -17,7 +17,7 @@ from tests.kit.invariants import Acknowledged, check_database
 from tests.workflows.line import until
 from tests.workflows.scene import TENANT, Scene, chain
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.stack, pytest.mark.kill, pytest.mark.timeout(180)]
 
 POINTS = [
     "relay.after_signal", "seal.before_commit", "seal.after_commit", "claim.before_commit",

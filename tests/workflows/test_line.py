@@ -7,6 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from temporalio.api.common.v1 import WorkflowExecution
+from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 
@@ -76,6 +78,7 @@ async def test_a_reward_becomes_a_version_that_is_live(scene: Scene, line: Line)
     await until(lambda: is_version(scene, 1, "live"), "version 1 live")
     assert check_database(scene.db.url) == []
     assert (await line.session().result())["state"] == "sealed"
+    await until(lambda: _steps(line, 1), "one step counted")
     found = await policy_status(line)
     assert (found.steps, found.head, found.last_rewards) == (1, 1, (1.0,))
 
@@ -262,8 +265,35 @@ async def test_a_failed_step_waits_for_a_person_and_the_policy_goes_on(
     await until(lambda: _listed(line, query, []), "no attention")
     await ready_group(scene, "b")
     await until(lambda: is_version(scene, 1, "live"), "the next step's version")
-    assert (await policy_status(line)).steps == 1
+    await until(lambda: _steps(line, 1), "one step counted")
     assert check_database(scene.db.url) == []
+
+
+async def test_a_failed_step_goes_on_after_temporals_reset(scene: Scene, line: Line) -> None:
+    await scene.policy()
+    line.trainer.script = [ApplicationError("NaN", type="NaNLoss", non_retryable=True)]
+    await ready_group(scene, "a")
+    await line.start_policy()
+    manifest = await until(lambda: _manifest(scene, "failed"), "a failed manifest")
+    name = step_workflow_id(manifest.manifest_id)
+    description = await line.client.get_workflow_handle(name).describe()
+    await line.client.workflow_service.reset_workflow_execution(
+        ResetWorkflowExecutionRequest(
+            namespace=line.client.namespace,
+            workflow_execution=WorkflowExecution(workflow_id=name, run_id=description.run_id),
+            reason="by the test",
+            workflow_task_finish_event_id=4,  # before the activity that failed was scheduled
+            request_id="once",
+        )
+    )
+    await until(lambda: is_version(scene, 1, "live"), "trained by the new run")
+    # The policy was told by whichever run finished.
+    await until(lambda: _steps(line, 1), "one step counted")
+    assert check_database(scene.db.url) == []
+
+
+async def _steps(line: Line, steps: int) -> bool:
+    return (await policy_status(line)).steps == steps
 
 
 async def _manifest(scene: Scene, state: str) -> Any:
