@@ -86,9 +86,10 @@ class Rows:
             row = self.rows[slot]
             end = min(len(row.ids), row.cached + budget)
             budget -= end - row.cached
-            # The keys of a row whose next token is its last are never looked at again.
+            # The keys of a row whose next token is its last are never looked at again; but a span
+            # that goes on from what was read before looks at its own in the cache.
             last = len(row.versions) + 1 >= row.request.max_tokens and end == len(row.ids)
-            spans.append(Span(slot, row.cached, end, keep=not last))
+            spans.append(Span(slot, row.cached, end, keep=not last or row.cached > 0))
             if budget == 0:
                 break
         return sorted(spans, key=lambda s: s.start > 0)

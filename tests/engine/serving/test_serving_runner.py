@@ -167,6 +167,23 @@ def test_prompt_logprobs_equal_teacher_forcing(monkeypatch: pytest.MonkeyPatch) 
     assert row.prompt_logprobs == pytest.approx(teacher_forced(new, prompt), abs=1e-5)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+@pytest.mark.parametrize("piece", [1, 2, 3, 4, 5, 8])
+def test_the_last_tokens_after_a_prompt_read_in_pieces_are_right(
+    monkeypatch: pytest.MonkeyPatch, piece: int, max_tokens: int
+) -> None:
+    """However few tokens follow, the last piece of a prompt must see its own keys."""
+    monkeypatch.setattr(runner_module, "STEP_TOKENS", piece)
+    model = decoder()
+    requests = [request(p, max_tokens, seed=i) for i, p in enumerate(PROMPTS)]
+    asked = [request(p, max_tokens, prompt_logprobs=True) for p in PROMPTS]
+    for row in Batch(model).run(*requests, *asked):
+        expected = teacher_forced(model, row.ids)
+        assert row.logprobs == pytest.approx(expected[row.prompt_length - 1 :], abs=1e-5)
+        if row.request.prompt_logprobs:
+            assert row.prompt_logprobs == pytest.approx(expected[: row.prompt_length - 1], abs=1e-5)
+
+
 def test_top_k_one_is_certain() -> None:
     (row,) = Batch(decoder()).run(request([3, 17, 4], 6, top_k=1))
     (best,) = Batch(decoder()).run(request([3, 17, 4], 6, temperature=0.0))
