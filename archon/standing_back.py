@@ -11,8 +11,8 @@ import contextlib
 import os
 from pathlib import Path
 
-REPLICA, TRAINER = 5, 10
-"""An agent's next token goes before a training step, and the loop's own work before both."""
+REPLICA, TRAINER = 10, 1
+"""A step is short and waited for; the loop's own work goes before both."""
 
 
 def stand_back(niceness: int) -> None:
