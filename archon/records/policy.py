@@ -46,6 +46,8 @@ class AlgorithmSettings:
         _check("algorithm.behaviour_cap", self.behaviour_cap, 1.0, 1e6)
         _check("algorithm.epochs", self.epochs, 1, 64)
         _check("algorithm.minibatches", self.minibatches, 1, 1024)
+        if self.kl_coef:
+            raise ValueError("algorithm.kl_coef: batches name no reference policy yet; set it to 0")
         _check("algorithm.lr", self.lr, 0.0, 1.0)
         _check("algorithm.max_grad_norm", self.max_grad_norm, 1e-6, 1e6)
         _check("algorithm.temperature", self.temperature, 1e-3, 100.0)

@@ -96,8 +96,6 @@ def train_step(
     micro_batch_tokens: int | None = None,
 ) -> dict[str, float]:
     """Change `state` by one step and return the metrics. `batch` has a signal."""
-    if algorithm.kl_coef:
-        raise ValueError("algorithm.kl_coef: the manifest names no reference policy; set it to 0")
     _configure(state.optimizer, algorithm)
     size = micro_batch_tokens or _micro_batch_size(state.model)
     epochs = [

@@ -52,6 +52,7 @@ def test_an_unknown_field_is_refused_by_name() -> None:
         ({"algorithm": {"name": "ppo"}}, "algorithm.name = 'ppo'"),
         ({"algorithm": {"name": "rloo"}}, "normalize_std = false"),
         ({"algorithm": {"lr": -1.0}}, "algorithm.lr"),
+        ({"algorithm": {"kl_coef": 0.1}}, "algorithm.kl_coef"),
         ({"samples": "all"}, "samples = 'all'"),
     ],
 )
